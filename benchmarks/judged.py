@@ -18,7 +18,7 @@ from benchmarks.quiet import QUIET, quiet_config
 from benchmarks.table import Results
 from benchmarks.tiny_models import checker
 from simpletune.apps.cli.main import main as simpletune
-from simpletune.commands.evaluate.gallery_images import FOLDER
+from simpletune.commands.evaluate.missing_images import FOLDER
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import ENCODERS, demo_scenes
 from simpletune.runs.folder import read_scores

@@ -23,7 +23,7 @@ def measure(overrides: tuple[str, ...], where: str = "cuda") -> dict[str, Any]:
     import torch
 
     from benchmarks.memory import config_of
-    from simpletune.commands.doctor.bench_steps import let_go
+    from simpletune.commands.doctor.bench_steps import free_optimizer
     from simpletune.stages.load import empty_base
     from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
     from simpletune.stages.step.train_step import assemble
@@ -41,7 +41,7 @@ def measure(overrides: tuple[str, ...], where: str = "cuda") -> dict[str, Any]:
     for step in range(STEPS):
         core.step(synthetic.step(step))
     torch.cuda.synchronize()
-    let_go(core.optimizer)
+    free_optimizer(core.optimizer)
     return {
         "measured_mib": round(torch.cuda.max_memory_allocated() / 2**20),
         "reserved_mib": round(torch.cuda.max_memory_reserved() / 2**20),

@@ -32,7 +32,7 @@ class Plan:
 
     def __init__(self, card: str, config: Path, overrides: Sequence[str], batch: int, **more: object):
         self.card, self.config, self.overrides, self.batch = card, config, tuple(overrides), batch
-        self.images = float(str(more.get("pictures", 0)))
+        self.images = float(str(more.get("images", 0)))
         self.inside = bool(more.get("inside", False))
         given = more.get("published", {})
         self.published: dict[int, float] = given if isinstance(given, dict) else {}

@@ -41,7 +41,7 @@ HEADERS = {
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Open a listening socket; a UserError if the address does not exist or is in use."""
+    """Open a listening socket. Raises UserError if the address does not exist or is in use."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         bound = socket.create_server((host, port), family=family, backlog=128)
@@ -107,9 +107,18 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, connections: int, grace: int):
         config = uvicorn.Config(
-            app, loop="asyncio", http=TimedProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
-            proxy_headers=False, server_header=False, limit_concurrency=connections, timeout_graceful_shutdown=grace,
-        )  # fmt: skip
+            app,
+            loop="asyncio",
+            http=TimedProtocol,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=connections,
+            timeout_graceful_shutdown=grace,
+        )
         super().__init__(config)
 
 
@@ -122,16 +131,16 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def whole_number(text: str) -> int | None:
-    """Read a whole number from 0 to 2**63 - 1 that a request names; None: it is none. The one way in which text from a
-    request becomes a number: ``int`` also takes signs and other alphabets, and fails on 5,000 digits."""
+    """Read a whole number from 0 to 2**63 - 1 that a request names; None if it is none. The one way in which text from
+    a request becomes a number: ``int`` also takes signs and other alphabets, and fails on 5,000 digits."""
     number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 19 else None
     return number if number is not None and number < 2**63 else None
 
 
 async def read_body(request: Request, kind: str, limit: int, noun: str, wanted: str) -> bytes:
     """Read a body of Content-Type ``kind`` and at most ``limit`` bytes; messages call it ``noun``, and ask for
-    ``wanted`` instead of another type. HTTPException: 415 for the type, 413 for the size, 408 for a timeout, 499 for a
-    closed connection."""
+    ``wanted`` instead of another type. Raises HTTPException: 415 for the type, 413 for the size, 408 for a timeout, 499
+    for a closed connection."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != kind:
         raise HTTPException(415, f"Content-Type is {given[:60] or 'missing'}. Send {wanted}")
@@ -178,8 +187,13 @@ class Guard:
         refuse: Callable[[Scope], Response | None] = lambda scope: None,
         on_response: Callable[[Scope, int, float], None] = lambda scope, status, seconds: None,
     ):
-        self.app, self.hosts, self.answer, self.failed = app, hosts, answer, failed
-        self.headers, self.refuse, self.on_response = headers, refuse, on_response
+        self.app = app
+        self.hosts = hosts
+        self.answer = answer
+        self.failed = failed
+        self.headers = headers
+        self.refuse = refuse
+        self.on_response = on_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

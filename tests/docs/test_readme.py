@@ -191,9 +191,9 @@ def read(command: Command) -> None:
         if words[0] == "./train.sh":
             words = ["train", *(words[1:] or ["demo"])]
         args = parse(words[words.index("simpletune") + 1 :] if "simpletune" in words else words)
-        embed_images = any(word.endswith("/") for word in words)  # a folder: its configuration is written first
+        is_folder = any(word.endswith("/") for word in words)  # a folder: its configuration is written first
         named = getattr(args, "config", None) is not None  # calibrate needs none
-        if named and "bias" not in command.text and not embed_images:  # only the walkthrough has bias
+        if named and "bias" not in command.text and not is_folder:  # only the walkthrough has bias
             read_config(args.config, args.overrides, needs_data=False, needs_model=False)
 
 

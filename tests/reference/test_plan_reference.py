@@ -8,7 +8,7 @@ import numpy as np
 import plan
 import pytest
 import torch
-from images import fit, list_folder, open_upright
+from image_files import fit, list_folder, open_upright
 from PIL import Image
 from plan import Settings, buckets, draw_dropped, draw_sigma, micro_batches, nearest, pass_order, stream
 

@@ -22,7 +22,7 @@ from simpletune.models.objectives.flow import FlowProcess
 from simpletune.models.shared.modulation import Modulation
 from simpletune.models.shared.weights import MadeTensors, fill_model
 from simpletune.stages.modulation_plan import ModulationPlan, detach_modulation, replay
-from simpletune.stages.step.synthetic import DRAW
+from simpletune.stages.step.synthetic import SAMPLE
 from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
@@ -188,7 +188,7 @@ def plan_of(name: str, window: int) -> ModulationPlan:
 
 
 def draws(step: int, micro: int) -> list[PlannedSample]:
-    return [replace(DRAW, level=(1 + step + 3 * micro + row) / 32) for row in range(2)]
+    return [replace(SAMPLE, level=(1 + step + 3 * micro + row) / 32) for row in range(2)]
 
 
 def test_a_plan_reads_no_prompts_where_modulations_follow_from_the_time_alone() -> None:

@@ -25,7 +25,7 @@ from simpletune.adapters.text.side import AppliedText, TextSide
 from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import server
 from simpletune.apps.serve.requests import ServedImage
-from simpletune.commands.generate.compare import without_twins
+from simpletune.commands.generate.compare import drop_duplicates
 from simpletune.models.text_layers import split_text
 from simpletune.runs.push import files_of
 from simpletune.runs.report.run_data import read_run
@@ -281,7 +281,7 @@ def test_a_run_of_embeddings_alone_is_a_result(
     with pytest.raises(UserError, match="has embeddings but no LoRA. Use --embedding"):
         lora_weights(str(run))
     assert main(["export", str(run), "--format", "kohya"]) != 0
-    kept = without_twins([BASE, find_weights(find_named(f"{run}@1")), find_weights(find_named(f"{run}@2")),
+    kept = drop_duplicates([BASE, find_weights(find_named(f"{run}@1")), find_weights(find_named(f"{run}@2")),
                           find_weights(find_named(str(run)))])  # fmt: skip
     assert [weights.title for weights in kept] == ["base", "run step 1", "run"]
     card = (run / "README.md").read_text()

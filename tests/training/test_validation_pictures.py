@@ -68,7 +68,7 @@ def validate(at: Drawing, step: int) -> np.ndarray | None:
     at.is_base = False
     if not step:
         return None
-    at.draw(at, step)  # type: ignore[arg-type]
+    at.generate(at, step)  # type: ignore[arg-type]
     file = at.write_grid()
     assert file is not None
     return np.asarray(Image.open(file).convert("L"))

@@ -180,8 +180,8 @@ config, rank, port, of = sys.argv[1:]
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 from simpletune.apps.cli.main import main
-from simpletune.training import class_pictures
-honest = class_pictures.save_png
+from simpletune.training import class_images
+honest = class_images.save_png
 def save_png(picture, part, request, **more):
     print("drew", request.seed, flush=True)
     if os.environ.get("KILL"):
@@ -191,7 +191,7 @@ def save_png(picture, part, request, **more):
         while not os.path.exists(config + ".drew"):  # or it might draw all of them before the other one begins
             time.sleep(0.01)
     return honest(picture, part, request, **more)
-class_pictures.save_png = save_png
+class_images.save_png = save_png
 sys.exit(main(["train", config, "--resume", "auto"]))
 """
 

@@ -44,7 +44,7 @@ class Resemblance(NamedTuple):
 
 def resemblance(modules: Iterable[str], families: Collection[LoraNames] = ()) -> Resemblance:
     """What names of modules are like: those of a layout behind another prefix, or else the family that has most of
-    their words. ``families``: the only ones to compare with; none: all."""
+    their words, if it has half of them. ``families``: the only ones to compare with; none: all."""
     names = list(islice(modules, MOST))
     found: Counter[tuple[str, Layout]] = Counter()
     for name in names:
@@ -65,6 +65,8 @@ def resemblance(modules: Iterable[str], families: Collection[LoraNames] = ()) ->
         for family in FAMILIES
     }
     title = max(shares, key=lambda each: shares[each])
+    if 2 * shares[title] < len(words):
+        return Resemblance("unknown kind of file")
     shared = f"{shares[title]} of {len(words)} words of its names"
     return Resemblance(f"unknown kind; resembles most {title}, with {shared}")
 

@@ -133,7 +133,7 @@ def freeze_for_updates(model: nn.Module, seed: int) -> dict[str, tuple[int, ...]
 def all_layers(model: nn.Module) -> Iterator[tuple[str, UpdateLayer | BaseTunerLayer]]:
     """Yield every wrapping layer with its name, outer ones first; not those that are parts of another one's update."""
     for name, module in model.named_modules():
-        if isinstance(module, UpdateLayer | BaseTunerLayer) and not name.endswith(".turned"):
+        if isinstance(module, UpdateLayer | BaseTunerLayer) and not name.endswith(".inner"):
             yield name, module
 
 

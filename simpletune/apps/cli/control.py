@@ -33,7 +33,7 @@ def control(args: argparse.Namespace) -> None:
 
 
 def build_request(args: argparse.Namespace) -> AnyRequest:
-    """Build the request that the arguments describe; a UserError if a value is out of range or of another request."""
+    """Build the request that the arguments describe. Raises UserError if a value is out of range or of another one."""
     from pydantic import ValidationError
 
     from simpletune.config.error_text import problems_of
@@ -53,7 +53,7 @@ def build_request(args: argparse.Namespace) -> AnyRequest:
 
 
 def wait_for_answer(run: Path, request: str, seconds: float) -> Json:
-    """Wait for the answer to a request; a UserError if there is none in time, or the run has ended without one."""
+    """Wait for the answer to a request. Raises UserError if there is none in time, or the run has ended without one."""
     from simpletune.runs.control import read_answers
     from simpletune.system.locks import is_held
 

@@ -78,9 +78,11 @@ def data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write data.html, sheet.png and data.json to it")
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.add_argument(
-        "--masks-from", type=Path, metavar="MODEL.onnx",
+        "--masks-from",
+        type=Path,
+        metavar="MODEL.onnx",
         help="write masks instead: what stands out to a saliency model such as U2-Net, for pictures without a mask",
-    )  # fmt: skip
+    )
     count = whole_number("a whole number from 0 to 2000", 0, 2000)
     parser.add_argument("--pictures", type=count, default=96, metavar="N", help="show at most N pictures (default: 96)")
 
@@ -95,21 +97,34 @@ def caption(args: argparse.Namespace) -> None:
     rewrite = "all" if args.replace else "ours" if args.again else "missing"
     run(
         CaptionRequest(
-            args.place, args.model, tuple(args.overrides), args.prompt, args.prefix, args.trigger, rewrite,
-            args.batch_size, args.precision, args.max_new_tokens, args.device, args.predict,
-            args.threshold, args.character_threshold, args.blacklist,
+            args.place,
+            args.model,
+            tuple(args.overrides),
+            args.prompt,
+            args.prefix,
+            args.trigger,
+            rewrite,
+            args.batch_size,
+            args.precision,
+            args.max_new_tokens,
+            args.device,
+            args.predict,
+            args.threshold,
+            args.character_threshold,
+            args.blacklist,
         )
-    )  # fmt: skip
+    )
 
 
 def caption_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", type=Path, metavar="CONFIG_OR_FOLDER", help=PLACE_HELP)
     add_overrides(parser)
     parser.add_argument(
-        "--model", metavar="NAME",
+        "--model",
+        metavar="NAME",
         help="folder or hub name of a Florence-2, Qwen-VL or BLIP model, or of a WD14 tagger, which needs the extra "
         "tags (default: a model that fits the machine)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--prompt", help="a question (Qwen-VL), a task such as <CAPTION> (Florence-2), the caption's beginning (BLIP)"
     )
@@ -119,9 +134,11 @@ def caption_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=probability, metavar="P", help="tagger: least probability of a tag (default: 0.35)"
     )
     parser.add_argument(
-        "--character-threshold", type=probability, metavar="P",
+        "--character-threshold",
+        type=probability,
+        metavar="P",
         help="tagger: least probability of a character's name (default: 0.85)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--blacklist", default="", metavar="TAGS", help="tagger: tags to leave out, between commas, or a file of them"
     )

@@ -17,7 +17,7 @@ def doctor(args: argparse.Namespace) -> None:
         if args.json or not args.train:
             raise UserError("doctor: --bench takes neither --json nor --no-train; what it prints is JSON")
         return bench(args.bench, args.out)
-    from simpletune.commands.doctor.run_checks import doctor as run
+    from simpletune.commands.doctor.doctor_command import doctor as run
 
     run(args.out, args.train, args.json, args.steps, args.notify)
 

@@ -95,9 +95,15 @@ def plan(args: argparse.Namespace) -> None:
         print(batches(args.config, args.overrides, names, args.json))
         return
     settings = plan_config(
-        args.config, args.overrides, cards, args.goal, reserve=args.reserve, prices=args.prices, out=args.out,
+        args.config,
+        args.overrides,
+        cards,
+        args.goal,
+        reserve=args.reserve,
+        prices=args.prices,
+        out=args.out,
         as_json=args.json,
-    )  # fmt: skip
+    )
     print(settings)
 
 

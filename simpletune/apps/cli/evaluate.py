@@ -50,13 +50,16 @@ def choose_step(name: Path, step: str) -> None:
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("evaluated", type=Path, metavar="RUN", help="a run folder, such as runs/demo")
     parser.add_argument(
-        "--encoders", nargs="+", metavar="NAME",
+        "--encoders",
+        nargs="+",
+        metavar="NAME",
         help="folders or hub names of DINO, DINOv2, CLIP or SigLIP models (default: the demo's own two)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--prompts", metavar="FILE",
+        "--prompts",
+        metavar="FILE",
         help="text file, one prompt per line; or dreambooth-object, dreambooth-live, demo, run (default: demo or run)",
-    )  # fmt: skip
+    )
     parser.add_argument("--token", metavar="WORD", help="rare word for the subject, {token} in prompts; not scored")
     parser.add_argument("--class", dest="kind", metavar="WORD", help="what the subject is, {class} in prompts")
     parser.add_argument("--strengths", nargs="+", type=strength, metavar="S", help="LoRA strengths (default: 1)")
@@ -89,9 +92,11 @@ def report(args: argparse.Namespace) -> None:
 def report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run folder, such as runs/demo")
     parser.add_argument(
-        "--out", type=_page, metavar="FILE",
+        "--out",
+        type=_page,
+        metavar="FILE",
         help=".html file to write (default: report.html in the run's folder, or here for several runs)",
-    )  # fmt: skip
+    )
     price = number("a price in dollars per hour, above 0 and below 10000", lambda value: 0 < value < 10_000)
     parser.add_argument("--price", type=price, metavar="DOLLARS_PER_HOUR", help="machine price, to report the cost")
 

@@ -1,4 +1,4 @@
-"""Verbs that draw: generate, compare."""
+"""Verbs that generate pictures: generate, compare."""
 
 from __future__ import annotations
 
@@ -57,10 +57,12 @@ def compare(args: argparse.Namespace) -> None:
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL[:SCALE]",
+        "models",
+        nargs="*",
+        metavar="MODEL[:SCALE]",
         help="models to compare with the base: a run, RUN@STEP, a LoRA, a transformer's folder or a hub name "
         "(default: the run's result)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--lora", action="append", metavar="NAME[:SCALE]", help="draw with a LoRA at each --scale; repeatable"
     )
@@ -74,9 +76,13 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
         "--dino", metavar="NAME", help="DINO model (folder or hub name) that scores likeness to the base"
     )
     parser.add_argument(
-        "--out", "--output", dest="output", type=Path, metavar="FOLDER",
+        "--out",
+        "--output",
+        dest="output",
+        type=Path,
+        metavar="FOLDER",
         help="new or empty folder to write (default: next number in the first run's compare/)",
-    )  # fmt: skip
+    )
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -108,9 +114,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--paste", action="store_true", default=None, help=about)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help=DEVICE_HELP)
     parser.add_argument(
-        "--embedding", action="append", metavar="FILE[:TOKEN]",
+        "--embedding",
+        action="append",
+        metavar="FILE[:TOKEN]",
         help="a file of embeddings, used in prompts as TOKEN (default: its own); repeatable; adds to a run's own",
-    )  # fmt: skip
+    )
     memory = parser.add_argument_group("less memory")
     memory.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto", "nf4"), help=PRECISION_HELP)
     memory.add_argument("--modulation", choices=("resident", "plan"), help=MODULATION_HELP)

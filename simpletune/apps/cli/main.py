@@ -61,8 +61,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: object):
         super().__init__(**options)  # type: ignore[arg-type]
-        self.register("type", float, _number)
-        self.register("type", int, _whole)
+        self.register("type", float, _parse_number)
+        self.register("type", int, _parse_whole)
 
     def error(self, message: str, verb: str = "") -> NoReturn:
         """Print the mistake and a pointer to the help, and exit with code 2."""
@@ -80,14 +80,14 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text} is not a number") from None
 
 
-def _whole(text: str) -> int:
+def _parse_whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
@@ -210,8 +210,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _is_memory_full(error: BaseException) -> bool:
-    """Whether an error says that this machine, rather than its card, has no memory left: Python's, the system's, or
-    that of torch's allocator."""
+    """Return whether an error says that this machine, rather than its card, has no memory left: Python's, the system's,
+    or that of torch's allocator."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)

@@ -16,7 +16,7 @@ LENGTHS = ("short", "normal", "long")
 def init(args: argparse.Namespace) -> None:
     """examine a folder of pictures and this machine, and write a configuration that explains its choices"""
     from simpletune.commands.init import Answers
-    from simpletune.commands.init.write_config import CPU, init_command
+    from simpletune.commands.init.init_command import CPU, init_command
 
     on_cpu = args.device is not None and args.device.lower() == CPU
     answers = Answers(args.what, args.trigger, args.length, args.model, on_cpu)

@@ -22,7 +22,7 @@ RESUME = (
 
 def train(args: argparse.Namespace) -> None:
     """prepare the data, train, validate and export; given a folder of pictures, write its configuration first"""
-    args.config = of_folder(args.config, args.overrides)
+    args.config = find_or_write_config(args.config, args.overrides)
     config = read_config_arguments(args)
     with listening():
         try:
@@ -41,18 +41,18 @@ def train(args: argparse.Namespace) -> None:
 
 
 def is_folder_of_images(config: Path) -> bool:
-    """Whether a verb's argument is a folder of pictures; one that only holds configurations is none."""
+    """Return whether a verb's argument is a folder of pictures; one that only holds configurations is none."""
     from simpletune.config.load import find_config
     from simpletune.data.sources.walk import walk
 
     return find_config(config).is_dir() and not (any(config.glob("*.json")) and not walk(config, "inside").images)
 
 
-def of_folder(config: Path, overrides: Sequence[str] = ()) -> Path:
+def find_or_write_config(config: Path, overrides: Sequence[str] = ()) -> Path:
     """Return a configuration file as it is; for a folder of pictures, return its configuration, written if missing."""
     if not is_folder_of_images(config):
         return config
-    from simpletune.commands.init.write_config import config_for
+    from simpletune.commands.init.init_command import config_for
 
     return config_for(config, overrides)
 

@@ -82,10 +82,10 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
             job = worker.submit(images, arrived)
         request.scope["log"].update(encoded=len(images), loras=sorted({image.lora for image in images}))
         encoded = await wait_for_images(request, worker, job)
-        waited, drew = job.started - job.submitted, time.monotonic() - job.started
+        waited, generated = job.started - job.submitted, time.monotonic() - job.started
         request.scope["log"]["waited"] = round(waited, 3)
         predictions = encoded if options.predictions == "plain" else [{"output": each} for each in encoded]
-        timing = f"wait;dur={1000 * waited:.0f}, draw;dur={1000 * drew:.0f}"  # in ms, as browsers read it
+        timing = f"wait;dur={1000 * waited:.0f}, draw;dur={1000 * generated:.0f}"  # in ms, as browsers read it
         return JSONResponse({"predictions": predictions}, headers={"Server-Timing": timing})
 
     async def health(request: Request) -> Response:
@@ -124,25 +124,29 @@ def guard_app(app: ASGIApp, names: Mapping[str, str], metrics: Metrics, options:
         metrics.count_response(names.get(scope["path"], "other"), status, seconds)
         client = scope.get("client")
         line = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "client": client[0] if client else None,
-            "method": scope["method"], "path": scope["path"][:200], "status": status, "seconds": round(seconds, 4),
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "client": client[0] if client else None,
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "status": status,
+            "seconds": round(seconds, 4),
             **scope["log"],
-        }  # fmt: skip
+        }
         options.log(json.dumps(line))
 
     return Guard(app, options.hosts, error_answer, FAILED, on_response=record)
 
 
 async def wait_for_images(request: Request, worker: Worker, job: GenerationJob) -> list[str]:
-    """Wait for a job's images in base64; cancel the job, with a RequestError, if the client leaves or the deadline
+    """Wait for a job's images in base64. Cancels the job and raises RequestError if the client leaves or the deadline
     passes."""
 
-    async def disconnected() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
     done = asyncio.wrap_future(job.done)
-    left: asyncio.Future[None] = asyncio.create_task(disconnected())
+    left: asyncio.Future[None] = asyncio.create_task(wait_for_disconnect())
     try:
         seconds = max(0.0, job.deadline - time.monotonic())
         await asyncio.wait((done, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -37,7 +37,9 @@ class PromptCache:
     """
 
     def __init__(self, model: Model, dtype: torch.dtype, device: torch.device):
-        self.model, self.dtype, self.device = model, dtype, device
+        self.model = model
+        self.dtype = dtype
+        self.device = device
         self._cached: OrderedDict[tuple[str, str], Conditioning] = OrderedDict()
 
     def fill(self, prompts: Iterable[str], side: TextSide) -> None:
@@ -60,11 +62,13 @@ class PromptCache:
 
 
 class ImageGenerator:
-    """Generate images of at most ``side`` pixels a side, one at a time; a UserError if weights are missing or a LoRA
-    does not fit the model."""
+    """Generate images of at most ``side`` pixels a side, one at a time. Raises UserError if weights are missing or a
+    LoRA does not fit the model."""
 
     def __init__(self, config: TrainConfig, served: ServedModels, device: torch.device, side: int):
-        self.config, self.served, self.device = config, served, device
+        self.config = config
+        self.served = served
+        self.device = device
         dtype = config.precision.encoder_dtype()
         self._check_cancelled: Callable[[], None] = lambda: None
         self.models = Models(config, served, device, side, lambda: self._check_cancelled())
@@ -85,7 +89,7 @@ class ImageGenerator:
             self.text.fill(prompts, side)
 
     def side_of(self, image: ServedImage) -> TextSide:
-        """The embeddings and the text encoders' updates that an image is drawn with."""
+        """Return the embeddings and the text encoders' updates that an image is generated with."""
         name, scale = image.lora, image.scale
         if (name, scale) not in self._sides:
             if len(self._sides) >= MAX_PROMPTS:
@@ -94,8 +98,8 @@ class ImageGenerator:
         return self._sides[name, scale]
 
     def generate(self, image: ServedImage, check_cancelled: Callable[[], None]) -> bytes:
-        """Generate one image, encoding its prompts if they are not cached; ``check_cancelled`` is called before every
-        sampling step, and raises to stop the work. Returns a PNG with the text chunks of ``simpletune generate``."""
+        """Generate one image, encoding its prompts if they are not cached. Calls ``check_cancelled`` before every
+        sampling step, which raises to stop the work. Returns a PNG with the text chunks of ``simpletune generate``."""
         check_cancelled()
         side = self.side_of(image)
         self.text.fill(image.request.texts, side)

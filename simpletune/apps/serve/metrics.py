@@ -24,13 +24,17 @@ class Metrics:
         )
         self._images = Counter("simpletune_pictures", "pictures drawn", ["lora"], registry=registry)
         self._request_seconds = Histogram(
-            "simpletune_request_seconds", "from arrival to response of a served request", buckets=BUCKETS,
+            "simpletune_request_seconds",
+            "from arrival to response of a served request",
+            buckets=BUCKETS,
             registry=registry,
-        )  # fmt: skip
+        )
         self._image_seconds = Histogram(
-            "simpletune_picture_seconds", "time to draw one picture, without waiting", buckets=BUCKETS,
+            "simpletune_picture_seconds",
+            "time to draw one picture, without waiting",
+            buckets=BUCKETS,
             registry=registry,
-        )  # fmt: skip
+        )
 
     def count_response(self, route: str, status: int, seconds: float) -> None:
         """Count a response and, of a served image request, the seconds from its arrival. ``route`` is one of a fixed
@@ -40,7 +44,7 @@ class Metrics:
             self._request_seconds.observe(seconds)
 
     def count_image(self, lora: str, seconds: float) -> None:
-        """Count an image of a served name, and the seconds to draw it."""
+        """Count an image of a served name, and the seconds to generate it."""
         self._images.labels(lora).inc()
         self._image_seconds.observe(seconds)
 

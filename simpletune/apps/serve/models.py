@@ -28,7 +28,7 @@ from simpletune.system.console import say
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import GIB
 
-ROOM = 2  # a second model must fit this many times: drawing and prompt encoding need memory too
+ROOM = 2  # a second model must fit this many times: generation and prompt encoding need memory too
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ServedModels:
         return (BASE, *dict.fromkeys([*tuned, *self.loras, *self.embeddings]))
 
     def weights_of(self, name: str, scale: float = 1.0) -> Weights:
-        """The weights of a name, for its text side."""
+        """Return the weights of a name, for its text side."""
         if self.tuned is not None and name == self.tuned[0]:
             weights = self.tuned[1]
         else:
@@ -58,11 +58,10 @@ class ServedModels:
 
 
 class Adapters:
-    """LoRAs of one transformer, which is changed in place; at most one is active at a time.
+    """LoRAs of one denoiser, which is changed in place; at most one is active at a time.
 
     A LoRA's layers wrap the base's layers. Switching it off puts the base's own layers back, so the base computes
-    exactly as loaded, not with updates of zero.
-    """
+    exactly as loaded, not with updates of zero."""
 
     def __init__(self, denoiser: nn.Module, files: Mapping[str, Path], device: torch.device):
         self.denoiser = denoiser
@@ -94,7 +93,7 @@ class Adapters:
 
 
 class ResidentModel(NamedTuple):
-    """A transformer in memory, its modulation if detached, and its LoRAs."""
+    """A denoiser in memory, its modulation if detached, and its LoRAs."""
 
     denoiser: Denoiser
     modulation: DetachedModulation | None
@@ -103,13 +102,20 @@ class ResidentModel(NamedTuple):
 
 class Models:
     """Load every model once at start, so that one that does not fit fails then, with a UserError. ``side`` is that of
-    the largest picture in pixels; ``before_step`` is called before each pass through a transformer."""
+    the largest picture in pixels; ``before_step`` is called before each pass through a denoiser."""
 
     def __init__(
-        self, config: TrainConfig, served: ServedModels, device: torch.device, side: int,
+        self,
+        config: TrainConfig,
+        served: ServedModels,
+        device: torch.device,
+        side: int,
         before_step: Callable[[], None],
-    ):  # fmt: skip
-        self.config, self.served, self.device, self.side = config, served, device, side
+    ):
+        self.config = config
+        self.served = served
+        self.device = device
+        self.side = side
         self._before_step = before_step
         self._loaded: dict[str, ResidentModel] = {}
         self._by_turns = False
@@ -131,7 +137,7 @@ class Models:
             share_equal_tensors(self._loaded[BASE].denoiser, tuned.denoiser)
 
     def use(self, name: str, scale: float) -> tuple[Denoiser, DetachedModulation | None]:
-        """Return a served name's transformer, with its LoRA at a strength, and its modulation if detached."""
+        """Return a served name's denoiser, with its LoRA at a strength, and its modulation if detached."""
         own = self.served.tuned is not None and name == self.served.tuned[0]
         model = self._get(name if own else BASE)
         model.adapters.use(name if name in self.served.loras else BASE, scale)

@@ -41,7 +41,10 @@ class RequestError(Exception):
         self, status: int, message: str, problems: Sequence[Problem] = (), headers: Mapping[str, str] | None = None
     ):
         super().__init__(message)
-        self.status, self.message, self.problems, self.headers = status, message, problems, dict(headers or {})
+        self.status = status
+        self.message = message
+        self.problems = problems
+        self.headers = dict(headers or {})
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Capabilities:
     defaults: ImageRequest  # values for settings that a request leaves out
     limits: Limits
     place: int  # pixels a side of a latent's place
-    tuned: str | None = None  # name of the run's full model, if one is served; draws requests that name no model
+    tuned: str | None = None  # name of the run's full model, if one is served; serves requests that name no model
     inpaints: bool = False  # whether the model reads a mask, so that the page asks for one
 
     def describe(self) -> str:
@@ -77,7 +80,7 @@ def _capabilities(info: ValidationInfo) -> Capabilities:
     return info.context
 
 
-def _at_most(limit: Callable[[Limits], int]) -> AfterValidator:
+def _check_limit(limit: Callable[[Limits], int]) -> AfterValidator:
     """Check a whole number against one of the server's limits."""
 
     def check(value: int, info: ValidationInfo) -> int:
@@ -109,7 +112,7 @@ def _prompt(value: str, info: ValidationInfo) -> str:
     return value
 
 
-def _few(value: JsonValue, info: ValidationInfo) -> JsonValue:
+def _limit_instances(value: JsonValue, info: ValidationInfo) -> JsonValue:
     """Check the number of instances before they are validated: validating many takes long."""
     most = _capabilities(info).limits.instances
     if isinstance(value, list) and len(value) > most:
@@ -117,7 +120,7 @@ def _few(value: JsonValue, info: ValidationInfo) -> JsonValue:
     return value
 
 
-def _whole(value: JsonValue) -> JsonValue:
+def _parse_whole(value: JsonValue) -> JsonValue:
     """Accept 64.0 as a whole number: protocol buffers turn all numbers into floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -129,7 +132,7 @@ def _model_name(name: str, info: ValidationInfo) -> str:
     return name
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
+Whole = Annotated[int, BeforeValidator(_parse_whole)]
 Side = Annotated[Whole, AfterValidator(_side)]
 Prompt = Annotated[str, AfterValidator(_prompt)]
 Lora = Annotated[str, AfterValidator(_model_name)]
@@ -144,7 +147,7 @@ class Parameters(Option):
     """In pixels."""
     height: Side | None = None
     """In pixels."""
-    steps: Annotated[Whole, Field(ge=1), _at_most(lambda limits: limits.steps)] | None = Field(
+    steps: Annotated[Whole, Field(ge=1), _check_limit(lambda limits: limits.steps)] | None = Field(
         None, alias="num_inference_steps"
     )
     """Sampling steps."""
@@ -172,7 +175,7 @@ class Instance(Parameters):
     """One image: a prompt, and settings that override the parameters."""
 
     prompt: Prompt = ""
-    """What to draw."""
+    """What to generate."""
     text: Prompt = ""
     """Alias of ``prompt``."""
 
@@ -182,13 +185,13 @@ class Body(Option):
 
     parameters: Parameters | None = None
     """Settings of all instances."""
-    instances: Annotated[list[Instance], BeforeValidator(_few)] = Field(min_length=1)
+    instances: Annotated[list[Instance], BeforeValidator(_limit_instances)] = Field(min_length=1)
     """A list such as [{"prompt": "a lighthouse at dusk"}]."""
 
 
 def read_requests(body: bytes, capabilities: Capabilities) -> list[ServedImage]:
-    """Parse a body, JSON as UTF-8, into one image request for each instance, in order. A RequestError: 400 if the body
-    is not strict JSON or not an object, 422 for invalid values."""
+    """Parse a body, JSON as UTF-8, into one image request for each instance, in order. Raises RequestError: 400 if the
+    body is not strict JSON or not an object, 422 for invalid values."""
     try:
         value = strict_json.parse(body, capabilities.limits.body)
     except JsonError as error:
@@ -264,12 +267,13 @@ class _Inputs:
     """The pictures and masks of a request: each is decoded once, and none after they have too many pixels together."""
 
     def __init__(self, limits: Limits):
-        self._limits, self._pixels = limits, 0
+        self._limits = limits
+        self._pixels = 0
         self._decoded: dict[tuple[str, str], Image.Image] = {}
 
     def decode(self, name: str, text: str) -> Image.Image:
-        """The picture in a base64 text. UserError: it is too large; UnusableImage: it cannot be used; ValueError: it
-        is not base64."""
+        """Decode the picture in a base64 text. Raises UserError if it is too large, UnusableImage if it cannot be used,
+        ValueError if it is not base64."""
         if (name, text) not in self._decoded:
             data = base64.b64decode(text, validate=True)
             width, height = header_size(data)

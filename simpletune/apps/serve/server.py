@@ -50,7 +50,9 @@ class Service:
         options: HttpOptions,
     ):
         metrics = Metrics()
-        self.capabilities, self.socket, self.address = capabilities, bound, url_of(bound)
+        self.capabilities = capabilities
+        self.socket = bound
+        self.address = url_of(bound)
         self.worker = Worker(load, capabilities.limits, metrics)
         self.server = ImageServer(make_app(self.worker, capabilities, metrics, options), self.worker)
 
@@ -121,9 +123,15 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     if not step <= side <= most or side % step:
         raise UserError(f"--max-side: {side} is not allowed. Use a multiple of {step} from {step} to {most}")
     limits = Limits(
-        side, step, args.max_steps, args.max_instances, args.max_prompt, args.max_body,
-        queue=args.queue, seconds=args.timeout,
-    )  # fmt: skip
+        side,
+        step,
+        args.max_steps,
+        args.max_instances,
+        args.max_prompt,
+        args.max_body,
+        queue=args.queue,
+        seconds=args.timeout,
+    )
     option = session.config.validation  # the defaults for a request are those of the run's validation pictures
     width, height = (min(each, side) for each in session.config.image_size())
     steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
@@ -135,7 +143,7 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     def load() -> ImageGenerator:
         generator = ImageGenerator(session.config, served, session.device, side)
         gc.collect()
-        freeze()  # loaded objects stay: scanning them for garbage takes longer than drawing a tiny picture
+        freeze()  # loaded objects stay: scanning them for garbage takes longer than generating a tiny picture
         return generator
 
     bound = bind(host, port)
@@ -145,7 +153,7 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
 
 def _served_models(session: GenerationSession, given: list[str], common: Sequence[str] = ()) -> ServedModels:
     """Collect the run's result (a LoRA, a full model or embeddings) under the run's name, and the models given by
-    option; a UserError if a name is invalid or used twice, or a file is missing."""
+    option. Raises UserError if a name is invalid or used twice, or a file is missing."""
     loras, tuned, embeddings = dict[str, Path](), None, dict[str, tuple[Embedding, ...]]()
     if session.run is not None:
         if session.strength != 1:  # each request has its own

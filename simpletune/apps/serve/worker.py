@@ -61,7 +61,8 @@ class Worker(threading.Thread):
 
     def __init__(self, load: Callable[[], SupportsGenerate], limits: Limits, metrics: Metrics):
         super().__init__(name="simpletune-worker", daemon=True)
-        self.limits, self.metrics = limits, metrics
+        self.limits = limits
+        self.metrics = metrics
         self.state: State = "loading"
         self.failure: BaseException | None = None
         self._load = load
@@ -81,14 +82,14 @@ class Worker(threading.Thread):
         return self._generator.peak_bytes() if self._generator is not None else {}
 
     def require_ready(self) -> None:
-        """Raise a RequestError, 503, if the model is not loaded yet or the server is stopping."""
+        """Raise RequestError, 503, if the model is not loaded yet or the server is stopping."""
         if self.state == "loading":
             raise RequestError(503, "The model is loading. Try again shortly", headers={"Retry-After": "5"})
         if self.state != "ready":
             raise RequestError(503, STOPPING, headers={"Retry-After": "30", "Connection": "close"})
 
     def require_room(self) -> None:
-        """Raise a RequestError: 429 if the queue is full, 503 if the server is not ready."""
+        """Raise RequestError: 429 if the queue is full, 503 if the server is not ready."""
         with self._changed:
             self.require_ready()
             known = len(self._waiting) + self._places
@@ -101,8 +102,8 @@ class Worker(threading.Thread):
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Keep a place in the queue for a request while it is read: no more of them are in memory than may wait. A
-        RequestError as of ``require_room``."""
+        """Keep a place in the queue for a request while it is read: no more of them are in memory than may wait. Raises
+        RequestError as ``require_room`` does."""
         with self._changed:
             self.require_room()
             self._places += 1
@@ -113,7 +114,7 @@ class Worker(threading.Thread):
                 self._places -= 1
 
     def submit(self, images: Sequence[ServedImage], arrived: float | None = None) -> GenerationJob:
-        """Append a request that has a place to the queue; a RequestError if the server is not ready any more."""
+        """Append a request that has a place to the queue. Raises RequestError if the server is not ready any more."""
         with self._changed:
             self.require_ready()
             job = GenerationJob(images, self.limits.seconds, arrived)

@@ -32,10 +32,16 @@ from simpletune.system.package import ASSETS
 PAGES = (runs_page, start, data_page, mask_page, run_page, upload_page)
 """Each has ``routes() -> list[Route]`` and ``stamps(roots, runs) -> dict[str, Hashable]``."""
 STATIC = {
-    "pages.css": ASSETS, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,
-    "start.js": TEMPLATES, "run.js": TEMPLATES, "chart.js": TEMPLATES, "upload.js": TEMPLATES,
+    "pages.css": ASSETS,
+    "app.css": TEMPLATES,
+    "app.js": TEMPLATES,
+    "htmx.min.js": TEMPLATES,
+    "start.js": TEMPLATES,
+    "run.js": TEMPLATES,
+    "chart.js": TEMPLATES,
+    "upload.js": TEMPLATES,
     "mask.js": TEMPLATES,
-}  # fmt: skip
+}
 KEEP = {"cache-control": "max-age=60"}  # seconds: saves requests, and an update shows within a minute
 CONNECTIONS = 256  # a browser keeps one for its events, and a few more while it loads a page
 
@@ -95,7 +101,7 @@ def make_app(roots: Roots, access: Access, scans: Scans | None = None) -> tuple[
 
 
 async def static(request: Request) -> Response:
-    """GET /static/NAME: styles and scripts."""
+    """Send a style or a script."""
     name = request.path_params["name"]
     if name not in STATIC:
         raise HTTPException(404)

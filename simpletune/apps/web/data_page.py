@@ -103,17 +103,21 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
 
 
 def data_set_of(request: Request, given: Mapping[str, str]) -> DataSet:
-    """The data set that a request names, in its address or its form."""
+    """Open the data set that a request names, in its address or its form."""
     names = ("place", "source", "model", "side", "upscale")
     return open_data_set(request.app.state.roots, *(given.get(name, "") for name in names))
 
 
 def _scan(request: Request, found: DataSet, wait: float = WAIT) -> FolderScan | None:
-    """The scan of a folder, which a configuration may say how to read; None for a table."""
+    """Return the scan of a folder, which a configuration may say how to read; None for a table."""
     scans: Scans = request.app.state.scans
     if found.is_table:
         return None
-    return scans.folder(found.folder, wait=wait) if found.model else scans.data_set(found.config, found.folder, wait)
+    return (
+        scans.scan_folder(found.folder, wait=wait)
+        if found.model
+        else scans.scan_data_set(found.config, found.folder, wait)
+    )
 
 
 def _report(scan: FolderScan | None) -> DatasetReport | None:
@@ -125,7 +129,7 @@ def _report(scan: FolderScan | None) -> DatasetReport | None:
 
 
 def data(request: Request) -> Response:
-    """GET /data: the page; without a place, a form that asks for one."""
+    """Show the page; without a place, a form that asks for one."""
     roots: Roots = request.app.state.roots
     place = request.query_params.get("place") or request.query_params.get("folder")
     if not place:
@@ -137,34 +141,51 @@ def data(request: Request) -> Response:
         side = str(chosen.get("resolution", found.source.resolution))
         upscale = "" if chosen.get("max_upscale", 0) is not None else ANY
         found = open_data_set(roots, place, str(found.index), found.model, side, upscale)
-    elif scan is not None and scan.under_way and not found.side:  # it is not known yet whether small ones are used
+    elif scan is not None and scan.is_running and not found.side:  # it is not known yet whether small ones are used
         found = open_data_set(roots, place, str(found.index), found.model, "", ANY)
     root = roots.named[0]
     shown = found.folder.relative_to(root) if found.folder.is_relative_to(root) else found.folder
     return render(
-        request, "data.html", data=found, shown=shown, query=found.query, card=card, default=default_model(card),
-        models=(*CAPTIONERS, TAGGER), bases=MODELS, scan=scan, report=_report(scan), polled=False, most=ASKED_AGAIN,
+        request,
+        "data.html",
+        data=found,
+        shown=shown,
+        query=found.query,
+        card=card,
+        default=default_model(card),
+        models=(*CAPTIONERS, TAGGER),
+        bases=MODELS,
+        scan=scan,
+        report=_report(scan),
+        polled=False,
+        most=ASKED_AGAIN,
         **_gallery(request, found, scan),
-    )  # fmt: skip
+    )
 
 
 def files(request: Request) -> Response:
-    """GET /data/files: what each file of the folder is to training."""
+    """Show what each file of the folder is to training."""
     found = data_set_of(request, request.query_params)
     scan, polled = _scan(request, found), "polled" in request.query_params
     return render(
-        request, "data_files.html", data=found, scan=scan, report=_report(scan), query=found.query, polled=polled,
+        request,
+        "data_files.html",
+        data=found,
+        scan=scan,
+        report=_report(scan),
+        query=found.query,
+        polled=polled,
         most=ASKED_AGAIN,
-    )  # fmt: skip
+    )
 
 
 def folders(request: Request) -> Response:
-    """GET /data/folders: the folders with pictures in the roots."""
+    """List the folders with pictures in the roots."""
     return render(request, "data_folders.html", suggested=suggestions(request.app.state.roots))
 
 
 def strip(request: Request) -> Response:
-    """GET /data/strip: the first pictures of a folder that an upload has made, and where to go on with them."""
+    """Show the first pictures of a folder that an upload has made, and where to go on with them."""
     found = data_set_of(request, request.query_params)
     files = found.files()
     names = [readable(file.relative_to(found.folder).as_posix()) for file in files[:STRIP]]
@@ -172,7 +193,7 @@ def strip(request: Request) -> Response:
 
 
 def gallery(request: Request) -> Response:
-    """GET /data/gallery: a page of thumbnails and captions."""
+    """Show a page of thumbnails and captions."""
     found = data_set_of(request, request.query_params)
     return render(
         request,
@@ -202,14 +223,23 @@ def _gallery(request: Request, found: DataSet, scan: FolderScan | None) -> Json:
     cards = image_tiles(found, found.captioned(entries[(page - 1) * PAGE : page * PAGE]), faults)
     view = urlencode({**found.given, "show": show, "q": text, "order": order})
     return {
-        "cards": cards, "count": len(entries), "show": show, "text": text, "number": page, "pages": pages, "view": view,
-        "order": order, "orders": ORDERS, "unordered": order != "name" and not report, "rows": ROWS,
-    }  # fmt: skip
+        "cards": cards,
+        "count": len(entries),
+        "show": show,
+        "text": text,
+        "number": page,
+        "pages": pages,
+        "view": view,
+        "order": order,
+        "orders": ORDERS,
+        "unordered": order != "name" and not report,
+        "rows": ROWS,
+    }
 
 
 def thumbnail(request: Request) -> Response:
-    """GET /data/thumbnail: a picture as training crops it, or only what its mask leaves; a link with another version is
-    another thumbnail."""
+    """Send a picture as training crops it, or only what its mask leaves; a link with another version is another
+    thumbnail."""
     found = data_set_of(request, request.query_params)
     roots: Roots = request.app.state.roots
     name = request.query_params.get("name", "")
@@ -218,16 +248,20 @@ def thumbnail(request: Request) -> Response:
         if content is None:
             raise HTTPException(404)
         kept = thumbnail_of(
-            content.read, content.version, found.source, found.config.model.architecture.multiple,
-            roots.own / "thumbnails", content.mask,
-        )  # fmt: skip
+            content.read,
+            content.version,
+            found.source,
+            found.config.model.architecture.multiple,
+            roots.own / "thumbnails",
+            content.mask,
+        )
     except UnusableImage as reason:
         raise HTTPException(404, f"{name} {reason}") from None
     return FileResponse(kept, media_type="image/webp", headers={"cache-control": "private, max-age=86400"})
 
 
 def summary(request: Request) -> Response:
-    """GET /data/summary: tags, and how many captions are missing or truncated."""
+    """Show the tags, and how many captions are missing or truncated."""
     found = data_set_of(request, request.query_params)
     entries = found.entries()
     texts = [entry.text for entry in entries if entry.text]
@@ -236,9 +270,16 @@ def summary(request: Request) -> Response:
     cut = {name: sum(any(each.encoder == name for each in one) for one in cuts) for name in cutter.names}
     tags = tag_counts(texts, found.source.tag_separator)
     return render(
-        request, "data_summary.html", data=found, problems=cutter.problems, images=len(entries),
-        captioned=len(texts), cut=cut, tags=tags[:TAGS], all_tags=len(tags),
-    )  # fmt: skip
+        request,
+        "data_summary.html",
+        data=found,
+        problems=cutter.problems,
+        images=len(entries),
+        captioned=len(texts),
+        cut=cut,
+        tags=tags[:TAGS],
+        all_tags=len(tags),
+    )
 
 
 # Captions
@@ -246,7 +287,7 @@ def summary(request: Request) -> Response:
 
 @with_form
 def save_caption(request: Request, form: Form) -> Response:
-    """POST /data/caption: write one caption, unless its file has changed since the page showed it."""
+    """Write one caption, unless its file has changed since the page showed it."""
     found = _editable(request, form)
     name, typed = form.get("name", ""), form.get("caption", "")
     try:
@@ -273,7 +314,7 @@ def save_caption(request: Request, form: Form) -> Response:
 def _card(
     request: Request, found: DataSet, name: str, typed: str | None, said: str, changed: bool, made: Change | None
 ) -> Response:
-    """A picture after an attempt to write its caption; ``made`` can be undone."""
+    """Show a picture after an attempt to write its caption; ``made`` can be undone."""
     values: Json = {"typed": typed, "said": said, "changed": changed, "made": made}
     (card,) = image_tiles(found, [found.entry(name)])
     response = render(request, "data_card.html", card=card, data=found, query=found.query, **values)
@@ -283,7 +324,7 @@ def _card(
 
 @with_form
 def preview_edit(request: Request, form: Form) -> Response:
-    """POST /data/preview: count what an edit would change, without writing."""
+    """Count what an edit would change, without writing."""
     found, edit = _editable(request, form), _edit(form)
     seen = preview(edit, found.entries())
     return render(request, "data_changes.html", edit=edit, preview=seen, most=CHANGES, data=found)
@@ -291,7 +332,7 @@ def preview_edit(request: Request, form: Form) -> Response:
 
 @with_form
 def apply_edit(request: Request, form: Form) -> Response:
-    """POST /data/apply: write an edit that a preview has shown."""
+    """Write an edit that a preview has shown."""
     found = _editable(request, form)
     edit = _edit(form)
     seen, contents = preview(edit, found.entries()), {}
@@ -306,7 +347,7 @@ def apply_edit(request: Request, form: Form) -> Response:
 
 
 def undo_part(request: Request) -> Response:
-    """GET /data/undo: what can be undone."""
+    """Show what can be undone."""
     found = data_set_of(request, request.query_params)
     last = _history(request, found).last()
     refresh = request.query_params.get("refresh", "")
@@ -317,7 +358,7 @@ def undo_part(request: Request) -> Response:
 
 @with_form
 def undo(request: Request, form: Form) -> Response:
-    """POST /data/undo: give files what they held before a change; a form that names a picture gets its card."""
+    """Give files what they held before a change; a form that names a picture gets its card."""
     found, number = data_set_of(request, form), whole_number(form.get("number", ""))
     if number is None:
         raise UserError("This is not the number of a change, so nothing was undone. Reload the page")
@@ -329,9 +370,15 @@ def undo(request: Request, form: Form) -> Response:
     else:
         refresh = form.get("refresh", "")
         response = render(
-            request, "data_undo.html", data=found, last=history.last(), query=found.query, refresh=refresh,
-            undone=what, left=left,
-        )  # fmt: skip
+            request,
+            "data_undo.html",
+            data=found,
+            last=history.last(),
+            query=found.query,
+            refresh=refresh,
+            undone=what,
+            left=left,
+        )
         if refresh and not left:
             response.headers["hx-refresh"] = "true"
     response.headers["hx-trigger"] = UNDONE if "name" not in form else CHANGED
@@ -360,13 +407,13 @@ def _edit(form: Form) -> Edit:
 
 
 def check(request: Request) -> Response:
-    """GET /data/check: the last check's findings: duplicates side by side, and what is unusable and why."""
+    """Show the last check's findings: duplicates side by side, and what is unusable and why."""
     return _check_part(request, data_set_of(request, request.query_params))
 
 
 @with_form
 def start_check(request: Request, form: Form) -> Response:
-    """POST /data/check: decode and compare all pictures in a separate process (``simpletune data``)."""
+    """Decode and compare all pictures in a separate process (``simpletune data``)."""
     found, roots = data_set_of(request, form), request.app.state.roots
     place = _check_folder(roots, found)
     place.mkdir(parents=True, exist_ok=True)
@@ -392,13 +439,22 @@ def _check_part(request: Request, found: DataSet) -> Response:
     checked = time.strftime("%d %B %Y, %H:%M", time.localtime(file.stat().st_mtime)) if report else ""
     groups = [("Identical files", report.get("duplicates", [])), ("Nearly identical", report.get("alike", []))]
     return render(
-        request, "data_check.html", data=found, query=found.query, report=report, checked=checked, groups=groups,
-        most_groups=GROUPS, each=EACH, listed=LISTED, **_state(roots, CHECK + found.key),
-    )  # fmt: skip
+        request,
+        "data_check.html",
+        data=found,
+        query=found.query,
+        report=report,
+        checked=checked,
+        groups=groups,
+        most_groups=GROUPS,
+        each=EACH,
+        listed=LISTED,
+        **_state(roots, CHECK + found.key),
+    )
 
 
 def _read_report(roots: Roots, found: DataSet) -> Json:
-    """The figures of the last check; empty without one."""
+    """Read the figures of the last check; empty without one."""
     try:
         report: Json = json.loads((_check_folder(roots, found) / FIGURES).read_bytes())
     except (OSError, ValueError):
@@ -407,13 +463,13 @@ def _read_report(roots: Roots, found: DataSet) -> Json:
 
 
 def captioning(request: Request) -> Response:
-    """GET /data/captioning: the form and the state of captioning."""
+    """Show the form and the state of captioning."""
     return _captioning_part(request, data_set_of(request, request.query_params))
 
 
 @with_form
 def start_captioning(request: Request, form: Form) -> Response:
-    """POST /data/captioning: start ``simpletune caption`` on the folder."""
+    """Start ``simpletune caption`` on the folder."""
     found, roots = data_set_of(request, form), request.app.state.roots
     try:
         if found.why_not:
@@ -426,8 +482,8 @@ def start_captioning(request: Request, form: Form) -> Response:
 
 
 def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[str]:
-    """Build the command line that captions a folder as the form says; a UserError if the model is neither a hub name
-    nor in a root, or a choice is unknown."""
+    """Build the command line that captions a folder as the form says. Raises UserError if the model is neither a hub
+    name nor in a root, or a choice is unknown."""
     model = form.get("model", "").strip()
     if not model:
         raise UserError("The model is empty. Give a hub name, such as florence-community/Florence-2-base, or a folder")
@@ -455,7 +511,7 @@ def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[s
 
 @with_form
 def stop_captioning(request: Request, form: Form) -> Response:
-    """POST /data/captioning/stop: end captioning; captions so far stay, and the next start continues."""
+    """End captioning; captions so far stay, and the next start continues."""
     found = data_set_of(request, form)
     processes.send_signal(request.app.state.roots, CAPTION + found.key)
     return _captioning_part(request, found)
@@ -465,14 +521,20 @@ def _captioning_part(request: Request, found: DataSet, said: str = "") -> Respon
     entries, state = found.entries(), _state(request.app.state.roots, CAPTION + found.key)
     captioned = sum(bool(entry.text) for entry in entries)
     return render(
-        request, "data_captioning.html", 422 if said else 200, data=found, said=said, images=len(entries),
-        captioned=captioned, **state,
-    )  # fmt: skip
+        request,
+        "data_captioning.html",
+        422 if said else 200,
+        data=found,
+        said=said,
+        images=len(entries),
+        captioned=captioned,
+        **state,
+    )
 
 
 def _state(roots: Roots, log_name: str) -> Json:
     return {
-        "running": processes.running(roots, log_name),
+        "running": processes.is_running(roots, log_name),
         "lines": processes.tail(roots, log_name, LINES),
         "code": processes.exit_code(roots, log_name),
     }

@@ -44,12 +44,17 @@ MODELS = {
     **{family.pretrained: family.pretrained for family in FAMILIES},
     TINY_SD3: "the tiny model that comes with simpletune, for trying out",
 }
-"""The models that a folder's pictures can be shown for, in words."""
+"""The models that a folder's pictures can be shown for, with their titles."""
 ANY = "any"
 PAGE = 48  # pictures
 SHOWN = ("all", "without", "model", "cut", "unmasked")
-ORDERS = {"name": "name", "small": "smallest first", "large": "largest first", "cropped": "most cropped first",
-          "alike": "duplicates first"}  # fmt: skip
+ORDERS = {
+    "name": "name",
+    "small": "smallest first",
+    "large": "largest first",
+    "cropped": "most cropped first",
+    "alike": "duplicates first",
+}
 ROWS = 10 * PAGE  # of a table that are shown
 SUGGESTED = 40  # folders
 LOOKED_AT = 400  # entries of a root that are searched for suggestions
@@ -109,7 +114,7 @@ class DataSet:
         return version_of(self.folder)[0]
 
     def files(self) -> list[Path]:
-        """The pictures of a folder; masks are none."""
+        """List the pictures of a folder; masks are none."""
         return list(_files(self.folder, self.source, self.version)[0])
 
     def entries(self) -> list[CaptionedImage]:
@@ -118,7 +123,7 @@ class DataSet:
         return self.captioned(self.files())
 
     def captioned(self, images: Sequence[CaptionedImage | Path]) -> list[CaptionedImage]:
-        """Pictures with their captions, of files whose captions are not read yet."""
+        """Read the captions of pictures given as files; the others have theirs."""
         files = [each for each in images if isinstance(each, Path)]
         if not files or isinstance(self.source, Table):
             return [each for each in images if isinstance(each, CaptionedImage)]
@@ -134,14 +139,14 @@ class DataSet:
         return [each if each.text else _read_as_training(each, reader) for each in entries]
 
     def entry(self, name: str) -> CaptionedImage:
-        """One picture with its caption; a UserError if the folder has none of this name."""
+        """Return one picture with its caption. Raises UserError if the folder has none of this name."""
         file = self.image(name)
         if file is None:
             raise UserError(f"{name}: the folder no longer has this picture. Reload the page")
         return read_captions(self.folder, [file])[0]
 
     def image(self, name: str) -> Path | None:
-        """The file of a picture; None if there is none, or a link leads out of the folder."""
+        """Return the file of a picture; None if there is none, or a link leads out of the folder."""
         parts = PurePosixPath(name).parts
         if not name.lower().endswith(SUFFIXES) or any(part.startswith(".") for part in parts):
             return None
@@ -153,11 +158,11 @@ class DataSet:
             return None
 
     def mask(self, file: Path) -> MaskFile:
-        """As ``read_mask``, for a picture of the folder."""
+        """Read the mask of a picture of the folder, as ``read_mask`` does."""
         return read_mask(self.folder, self.mask_folder, file)
 
     def content(self, name: str, masked: bool) -> ImageContent | None:
-        """What to make a thumbnail of; None if there is no such picture, or no mask if it is asked for."""
+        """Return what to make a thumbnail of; None if there is no such picture, or no mask if it is asked for."""
         if isinstance(self.source, Table):
             row = next((row for row in _rows(self.source, _version(self.folder)) if row.name == name), None)
             if row is None or row.content is None or (masked and row.content.mask is None):
@@ -177,7 +182,7 @@ class DataSet:
         return ImageContent(read, f"{version}\0{_version(found)}", Mask("file", "", partial(read_regular, found)))
 
     def prompt(self, caption: str) -> str:
-        """A caption as the text encoders receive it."""
+        """Format a caption as the text encoders receive it."""
         parts = (self.source.caption_prefix.strip(), one_line(caption), self.source.caption_suffix.strip())
         return " ".join(part for part in parts if part)
 
@@ -211,7 +216,7 @@ class UneditedImage(CaptionedImage):
 
 
 def _read_as_training(entry: CaptionedImage, reader: CaptionReader) -> CaptionedImage:
-    """A picture without a text of its own, with the caption that training reads from another file, if there is one."""
+    """Give a picture without a text of its own the caption that training reads from another file, if there is one."""
     try:
         captions = reader.caption_of(entry.file)
     except UnusableImage:  # it has none, or the entry says what is wrong with it
@@ -222,23 +227,26 @@ def _read_as_training(entry: CaptionedImage, reader: CaptionReader) -> Captioned
 
 @lru_cache(maxsize=4)
 def _files(folder: Path, source: Folder, version: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The pictures of a folder, and its other files; listed again when it changes, which takes a second for 100,000."""
+    """List the pictures of a folder, and its other files; again when it changes, which takes a second for 100,000."""
     found = walk(folder, source.links, source.reading)
     return tuple(without_masks(found.images, source.mask, source.mask_path)[0]), tuple(found.others)
 
 
 @lru_cache(maxsize=2)
 def _rows(source: Table, version: str) -> tuple[TableRow, ...]:
-    """The first rows of a table, by name."""
+    """Read the first rows of a table, by name."""
     limited, place = source.model_copy(update={"limit": min(ROWS, source.limit or ROWS)}), Path(source.path)
     scan = limited.scan(place)
     rows = [
         TableRow(
-            each.name, place / each.name, CaptionFile(place / each.name, each.caption),
-            content=ImageContent(each.read_same, each.digest, each.mask), size=each.size,
+            each.name,
+            place / each.name,
+            CaptionFile(place / each.name, each.caption),
+            content=ImageContent(each.read_same, each.digest, each.mask),
+            size=each.size,
         )
         for each in scan.images
-    ]  # fmt: skip
+    ]
     rows += [TableRow(each.name, place / each.name, None, each.reason) for each in scan.rejected]
     return tuple(sorted(rows, key=lambda row: row.name))
 
@@ -251,7 +259,7 @@ def _version(file: Path) -> str:
 def _captions_elsewhere(
     source: Folder, folder: Path, files: list[Path], others: Sequence[Path]
 ) -> list[CaptionedImage]:
-    """Pictures with the captions that training reads from metadata.jsonl, file names or data.prompt."""
+    """Read the captions that training takes from metadata.jsonl, file names or data.prompt."""
     try:
         caption_of = source.caption_reader(folder, files, others).caption_of
     except UserError:  # training says why; the pictures can be shown
@@ -267,9 +275,9 @@ def _captions_elsewhere(
 
 
 def open_data_set(roots: Roots, place: str, index: str, model: str = "", side: str = "", upscale: str = "") -> DataSet:
-    """Open a folder of pictures, or a source of a configuration, with place and index as in the address; a UserError if
-    the place is outside of the roots or missing, or the configuration is wrong. A folder or a table is shown as a run
-    of ``model`` at ``side`` px would see it; empty: of the default model, at its own resolution."""
+    """Open a folder of pictures, or a source of a configuration, with place and index as in the address. A folder or a
+    table is shown as a run of ``model`` at ``side`` px would see it; empty: of the default model, at its own
+    resolution. Raises UserError if the place is outside of the roots or missing, or the configuration is wrong."""
     path = roots.resolve(place)
     if not path.exists():
         raise UserError(f"{place} does not exist below {', '.join(map(str, roots.named))}. Give a folder with pictures")
@@ -309,7 +317,7 @@ def open_data_set(roots: Roots, place: str, index: str, model: str = "", side: s
 
 @lru_cache(maxsize=16)
 def _config_of(path: Path, version: tuple[int, int], model: str, side: str, upscaled: bool) -> TrainConfig:
-    """A file's configuration, or one for a folder, a model and a resolution; cached, because validation takes 50 ms."""
+    """Read a file's configuration, or make a folder's for a model and a resolution; cached: validation takes 50 ms."""
     if model:
         return page_config(path, model, int(side) if side else None, upscaled)[0]
     return resolve_data_folder(read_config(path, needs_data=False, needs_model=False)[0])
@@ -333,19 +341,19 @@ class ImageTile:
 
 
 def faults_of(report: DatasetReport) -> dict[str, str]:
-    """Why pictures are not used, as a scan has found out, by name."""
+    """Return why pictures are not used, as a scan has found out, by name."""
     return {name: reason for name, (kind, reason) in report.files.files.items() if kind in ("damaged", "left over")}
 
 
 def card_id(name: str) -> str:
-    """A name for the page's elements about a picture."""
+    """Return a name for the page's elements about a picture."""
     return "card-" + hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:12]
 
 
 def image_tiles(
     data: DataSet, entries: Sequence[CaptionedImage], faults: Mapping[str, str] | None = None
 ) -> list[ImageTile]:
-    """The pictures with their captions; ``faults``: what a scan found wrong with pictures, by name."""
+    """Make the pictures' tiles with their captions; ``faults``: what a scan found wrong with pictures, by name."""
     prompts = [data.prompt(entry.text) if entry.text else "" for entry in entries]
     every, record = Cutter(data.config).cuts(prompts), Record(data.folder)
     tiles = []
@@ -370,7 +378,7 @@ def image_tiles(
             problem = str(reason)
         problem = (faults or {}).get(entry.name, problem)
         cut = min((cut.place for cut in cuts), default=len(prompt))
-        made = entry.caption is not None and record.of(entry.caption) is not None
+        made = entry.caption is not None and record.find(entry.caption) is not None
         tiles.append(
             ImageTile(
                 card_id(entry.name),
@@ -392,8 +400,8 @@ def image_tiles(
 def select_images(
     data: DataSet, show: str, query: str, order: str = "name", report: Mapping[str, Any] | None = None
 ) -> list[CaptionedImage]:
-    """The pictures that the user asked for: one of ``SHOWN``, with a text in name or caption in any case, in one of
-    ``ORDERS``; all but the first need the figures of a check (``report``)."""
+    """Select the pictures that the user asked for: one of ``SHOWN``, with a text in name or caption in any case, in one
+    of ``ORDERS``; all but the first need the figures of a check (``report``)."""
     entries = data.entries()
     if show == "without":
         entries = [entry for entry in entries if not entry.text]
@@ -401,7 +409,7 @@ def select_images(
         entries = [entry for entry in entries if _is_unmasked(data, entry)]
     elif show == "model":
         record = Record(data.folder)
-        entries = [entry for entry in entries if entry.caption and record.of(entry.caption) is not None]
+        entries = [entry for entry in entries if entry.caption and record.find(entry.caption) is not None]
     elif show == "cut":
         cuts = Cutter(data.config).cuts([data.prompt(entry.text) if entry.text else "" for entry in entries])
         entries = [entry for entry, found in zip(entries, cuts, strict=True) if found]
@@ -430,7 +438,7 @@ def _is_unmasked(data: DataSet, entry: CaptionedImage) -> bool:
 
 
 def suggestions(roots: Roots) -> list[Path]:
-    """Folders with pictures in the roots and one level below them, and those that were uploaded."""
+    """List the folders with pictures in the roots and one level below them, and those that were uploaded."""
     found: list[Path] = []
     for root in dict.fromkeys((roots.uploads, *roots.named)):
         try:
@@ -455,7 +463,8 @@ class FolderLevel:
 
 
 def list_folders(roots: Roots, text: str) -> FolderLevel:
-    """List one level of the folders in the roots; empty: the root, or all of them. UserError: it is none of them."""
+    """List one level of the folders in the roots; empty: the root, or all of them. Raises UserError if it is none of
+    them."""
     if not text and len(roots.named) > 1:
         return FolderLevel(None, "Folders", folders=tuple(_level(root, str(root)) for root in roots.named))
     folder = roots.resolve(text) if text else roots.named[0]

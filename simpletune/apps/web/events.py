@@ -61,13 +61,13 @@ class FileWatcher:
     async def since(self, number: int) -> tuple[int, list[str]]:
         """Return the number of the last change, and the topics changed after ``number``; all topics if that is too
         old."""
-        await self.now()
+        await self.refresh()
         kept_from = self._changes[0][0] if self._changes else self.number + 1
         if number < kept_from - 1 or number > self.number:
             return self.number, sorted(self._stamps or ())
         return self.number, sorted({topic for at, topics in self._changes if at > number for topic in topics})
 
-    async def now(self) -> None:
+    async def refresh(self) -> None:
         """Look at the files, at most once per period."""
         async with self._lock:
             clock = asyncio.get_running_loop().time
@@ -95,18 +95,18 @@ class FileWatcher:
 
     async def _keep_looking(self) -> None:
         while self._streams and not self.closed:
-            await self.now()
+            await self.refresh()
             await asyncio.sleep(PERIOD)
 
 
 async def events(request: Request) -> Response:
-    """GET /events: the stream."""
+    """Send the stream of changes."""
     watch: FileWatcher = request.app.state.watch
     return StreamingResponse(watch.stream(), media_type="text/event-stream")
 
 
 async def changes(request: Request) -> Response:
-    """GET /changes?since=N: the changes, for pages that poll."""
+    """Send the changes since number ``since``, for pages that poll."""
     since = whole_number(request.query_params.get("since", ""))
     number, topics = await request.app.state.watch.since(-1 if since is None else since)
     return JSONResponse({"number": number, "topics": topics})

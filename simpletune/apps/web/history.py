@@ -26,15 +26,16 @@ class Change:
     """A change that can be undone."""
 
     number: int  # when it was made, in ns
-    what: str  # in words
+    what: str  # a description
 
 
 class History:
-    """The latest changes of a data set, each a file: a line in words, and a line for each changed file with what it
-    held before, the SHA-256 of what was written, and that of what it held (version 0.1 wrote none)."""
+    """The latest changes of a data set, each a file: a line that describes it, and a line for each changed file with
+    what it held before, the SHA-256 of what was written, and that of what it held (version 0.1 wrote none)."""
 
     def __init__(self, roots: Roots, key: str):
-        self._roots, self._folder = roots, roots.own / "history" / key
+        self._roots = roots
+        self._folder = roots.own / "history" / key
 
     @contextmanager
     def change(self, what: str, contents: Mapping[Path, bytes]) -> Iterator[Change]:
@@ -43,7 +44,7 @@ class History:
         made, lines = Change(time.time_ns(), what), [json.dumps(what)]
         after: dict[Path, str] = {}
         for file, content in contents.items():
-            old, digest = _bytes(file), sha256(content)
+            old, digest = _read_bytes(file), sha256(content)
             if old is None or sha256(old) != digest:
                 after[file] = digest
                 before = (None, None) if old is None else (b64encode(old).decode(), sha256(old))
@@ -53,34 +54,34 @@ class History:
         try:
             yield made
         finally:
-            if not any(_has(file, digest) for file, digest in after.items()):
+            if not any(_has_digest(file, digest) for file, digest in after.items()):
                 place.unlink()
             for old_place in self._places()[:-KEPT]:
                 old_place.unlink(missing_ok=True)
 
     def last(self) -> Change | None:
-        """The latest change; None: there is none."""
+        """Return the latest change; None if there is none."""
         for place in reversed(self._places()):
             try:
                 with place.open(encoding="utf-8") as file:
-                    return Change(int(place.stem), _words(file.readline()))
+                    return Change(int(place.stem), _parse_words(file.readline()))
             except (OSError, ValueError):  # damaged, as undo says
                 continue
         return None
 
     def undo(self, number: int) -> tuple[str, list[str]]:
-        """Give files what they held before a change. Return the change in words, and the reasons for those files that
-        are left because something else has changed them since. UserError: it is not kept any more."""
+        """Give files what they held before a change. Return its description, and the reasons for those files that are
+        left because something else has changed them since. Raises UserError if the change is not kept any more."""
         place = self._place(number)
         try:
             first, *lines = place.read_text(encoding="utf-8").splitlines()
-            what = _words(first)
+            what = _parse_words(first)
         except (OSError, ValueError):
             raise UserError(GONE) from None
         left, kept = [], []
         for line in lines:
             try:
-                name, before, digest = _parsed(line)
+                name, before, digest = _parse_line(line)
                 self._roots.resolve(name)  # a UserError if a link now leads out of the roots
             except ValueError:
                 left.append("A damaged line of the history names no file with what it held, and is skipped")
@@ -89,7 +90,7 @@ class History:
                 left.append(str(reason))
                 continue
             file = Path(name)
-            if not _has(file, digest):
+            if not _has_digest(file, digest):
                 kept.append(line)
                 left.append(f"{file.name} was changed by something else since, and is left as it is")
             elif before is None:
@@ -110,18 +111,18 @@ class History:
         return sorted(self._folder.glob("[0-9]*.jsonl"))
 
 
-def _words(line: str) -> str:
-    """The first line of a change; a ValueError if it is damaged."""
-    found = _json(line)
+def _parse_words(line: str) -> str:
+    """Parse the first line of a change. Raises ValueError if it is damaged."""
+    found = _parse_json(line)
     if not isinstance(found, str):
         raise ValueError
     return found
 
 
-def _parsed(line: str) -> tuple[str, bytes | None, str]:
-    """A changed file, what it held before, if it was there, and the SHA-256 of what was written; a ValueError if the
-    line is damaged, so that nothing is restored but what was kept."""
-    found = _json(line)
+def _parse_line(line: str) -> tuple[str, bytes | None, str]:
+    """Parse a line: a changed file, what it held before, if it was there, and the SHA-256 of what was written. Raises
+    ValueError if the line is damaged, so that nothing is restored but what was kept."""
+    found = _parse_json(line)
     if not (isinstance(found, list) and len(found) in (3, 4)):
         raise ValueError
     name, before, after, *held = found
@@ -133,20 +134,20 @@ def _parsed(line: str) -> tuple[str, bytes | None, str]:
     return name, content, after
 
 
-def _json(line: str) -> object:
+def _parse_json(line: str) -> object:
     try:
         return json.loads(line)
     except RecursionError:
         raise ValueError from None
 
 
-def _bytes(file: Path) -> bytes | None:
-    """What a file holds; None if it cannot be read, or does not exist."""
+def _read_bytes(file: Path) -> bytes | None:
+    """Read a file; None if it cannot be read, or does not exist."""
     try:
         return read_regular(file)
     except UnusableImage:
         return None
 
 
-def _has(file: Path, digest: str) -> bool:
-    return (data := _bytes(file)) is not None and sha256(data) == digest
+def _has_digest(file: Path, digest: str) -> bool:
+    return (data := _read_bytes(file)) is not None and sha256(data) == digest

@@ -125,7 +125,7 @@ class Estimator:
         return processes.spawn(self.roots, "simpletune", words, text=True, stdout=pipe, stderr=pipe)
 
     def _config(self, request: EstimateRequest) -> Path:
-        """The file with a request's configuration: this page's own, since it is removed at the end."""
+        """Write a request's configuration to a file: this page's own, since it is removed at the end."""
         return self.roots.own / FOLDER / f"{request.key}.{machine_name()}-{os.getpid()}.config.json"
 
     def _finish(self, request: EstimateRequest, process: subprocess.Popen[str]) -> None:

@@ -40,18 +40,18 @@ def routes() -> list[Route]:
         Route("/data/mask", page, methods=["GET"]),
         Route("/data/mask", save, methods=["POST"]),
         Route("/data/mask/picture", image),
-        Route("/data/mask/painted", painted),
+        Route("/data/mask/painted", mask_image),
     ]
 
 
 def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
-    """Nothing here changes by itself."""
+    """Return none: nothing here changes by itself."""
     return {}
 
 
 def page(request: Request) -> Response:
-    """GET /data/mask?name=PICTURE: the picture to paint on, its mask so far, and links to its neighbours."""
-    found, name, file = _asked(request)
+    """Show the picture to paint on, its mask so far, and links to its neighbours."""
+    found, name, file = _find_image(request)
     files = [each for each in found.files() if is_text(str(each))]  # the others have no address
     place = files.index(file)
     before, after = files[place - 1 : place], files[place + 1 : place + 2]  # none at an end
@@ -67,17 +67,17 @@ def page(request: Request) -> Response:
 
 
 def image(request: Request) -> Response:
-    """GET /data/mask/picture?name=PICTURE: the picture as training turns it, at the size at which it is painted on."""
-    _, _, file = _asked(request)
+    """Send the picture as training rotates it, at the size at which it is painted on."""
+    _, _, file = _find_image(request)
     with AT_ONCE:
         data = read_regular(file)
         image = decode(data, at_least=LONGEST_SIDE).resize(painting_size(image_size(data)))
     return _image(image, "JPEG")
 
 
-def painted(request: Request) -> Response:
-    """GET /data/mask/painted?name=PICTURE: its mask so far, grey, at the same size."""
-    found, _, file = _asked(request)
+def mask_image(request: Request) -> Response:
+    """Send its mask so far, grey, at the same size."""
+    found, _, file = _find_image(request)
     mask = found.mask(file).found
     if mask is None:
         raise HTTPException(404)
@@ -87,14 +87,13 @@ def painted(request: Request) -> Response:
 
 
 async def save(request: Request) -> Response:
-    """POST /data/mask?name=PICTURE&digest=SEEN: write the mask that the body, a PNG, holds, unless the mask has changed
-    since the page showed it."""
+    """Write the mask that the body, a PNG, holds, unless the mask has another digest than the page showed."""
     body = await read_body(request, "image/png", MOST_BYTES, "mask", "a PNG")
     return await run_in_threadpool(_save, request, body)
 
 
 def _save(request: Request, body: bytes) -> Response:
-    found, name, file = _asked(request)
+    found, name, file = _find_image(request)
     with AT_ONCE:
         content = painted_mask(body, _size(file))
     with SAVING:
@@ -106,9 +105,9 @@ def _save(request: Request, body: bytes) -> Response:
         return JSONResponse({"file": before.target.name, "digest": found.mask(file).digest})
 
 
-def _asked(request: Request) -> tuple[DataSet, str, Path]:
-    """The data set and the picture that a request names. HTTPException: there is no such picture, or it cannot be read;
-    UserError: its mask cannot be painted."""
+def _find_image(request: Request) -> tuple[DataSet, str, Path]:
+    """Return the data set, the picture's name and its file as a request (``?name=``) names them. Raises HTTPException
+    if there is no such picture or it cannot be read, UserError if its mask cannot be painted."""
     found, name = data_set_of(request, request.query_params), request.query_params.get("name", "")
     if found.why_no_masks:
         raise UserError(f"Masks cannot be painted here: {found.why_no_masks}")

@@ -36,15 +36,16 @@ _unreaped: set[Path] = set()  # logs of this process's children whose end is not
 
 
 def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simpletune", title: str = "") -> int:
-    """Start a verb with its arguments; returns the process's ID, which is also its session's. The log's name is the
-    process's, too, and only one of each name runs at a time: a UserError, which calls it ``title``, if one does, or if
-    none can be started."""
+    """Start a verb with its arguments; return the process's ID, which is also its session's. The log's name is the
+    process's, too, and only one of each name runs at a time. Raises UserError, which calls it ``title``, if one does,
+    or if none can be started."""
     log = log_file(roots, log_name)
     log.parent.mkdir(parents=True, exist_ok=True)
     with _starting, log.open("ab") as opened:
-        if log in _unreaped or not _locked(opened.fileno()):
+        if log in _unreaped or not _try_lock(opened.fileno()):
             raise UserError(f"{title or log_name} is still running. Wait for its end, or stop it")
         opened.truncate(0)
+        # What `read_record` returns; `since`: seconds of the clock. `_reap` adds `code` if this page sees the end.
         record: Json = {"words": list(words), "machine": machine_name(), "since": time.time()}
         write_json(log.with_suffix(".json"), record, shared=True)
         try:
@@ -67,12 +68,12 @@ def spawn(roots: Roots, module: str, words: Sequence[str], **options: Any) -> su
     return subprocess.Popen(command, cwd=roots.named[0], env=environment, stdin=subprocess.DEVNULL, **options)
 
 
-def running(roots: Roots, log_name: str) -> bool:
+def is_running(roots: Roots, log_name: str) -> bool:
     """Return whether the process with this name is running, whoever started it."""
     log = log_file(roots, log_name)
     try:
         with _starting, log.open("rb") as opened:
-            free = _locked(opened.fileno(), shared=True)
+            free = _try_lock(opened.fileno(), shared=True)
     except FileNotFoundError:
         return False
     return not free or log in _unreaped or find_process(roots, log_name) is not None
@@ -95,7 +96,7 @@ def send_signal(roots: Roots, log_name: str, number: signal.Signals = signal.SIG
             os.kill(pid, number)
 
 
-def lost_in_restart(roots: Roots, log_name: str) -> bool:
+def was_ended_by_restart(roots: Roots, log_name: str) -> bool:
     """Return whether the last process with this name ended because this machine or container was started again; False
     on a machine other than its own."""
     record = read_record(roots, log_name)
@@ -105,8 +106,7 @@ def lost_in_restart(roots: Roots, log_name: str) -> bool:
 
 
 def read_record(roots: Roots, log_name: str) -> Json:
-    """Return what is known of the last process with this name: words, machine, since (seconds of the clock before it
-    began), pid, started, boot and, if a page saw its end, code; empty if there was none, or the file is damaged."""
+    """Return what is known of the last process with this name; empty if there was none, or the file is damaged."""
     return json_object(log_file(roots, log_name).with_suffix(".json"))
 
 
@@ -128,7 +128,7 @@ def tail(roots: Roots, log_name: str, lines: int) -> list[str]:
 
 
 def log_file(roots: Roots, log_name: str) -> Path:
-    """Return the log of a name; a UserError if the name does not fit into a file name."""
+    """Return the log of a name. Raises UserError if the name does not fit into a file name."""
     if not NAME.fullmatch(log_name):
         raise UserError(f"{log_name[:60]!r} is not a valid log name. Use letters, digits, '.', '_' and '-'")
     return roots.own / LOGS / f"{log_name}.log"
@@ -144,7 +144,7 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _locked(handle: int, shared: bool = False) -> bool:
+def _try_lock(handle: int, shared: bool = False) -> bool:
     """Lock a log, and return whether that worked; always true on a file system without locks."""
     for _ in range(1 if shared else LOOKS):
         try:
@@ -167,7 +167,7 @@ def _reap(child: subprocess.Popen[bytes], log: Path, record: Json) -> None:
 
 
 def _boots() -> tuple[str, str]:
-    """This boot, and as version 0.1 first recorded it: without the first process."""
+    """Return this boot, and as version 0.1 first recorded it: without the first process."""
     return _boot(), _boot().split()[0]
 
 

@@ -94,12 +94,12 @@ class DamagedQueue(UserError):
 
 
 def read_queue(roots: Roots) -> list[QueueEntry]:
-    """Return all entries in order, including ended ones; a UserError if the file is damaged, or of a newer version."""
+    """Return all entries in order, also ended ones. Raises UserError if the file is damaged, or of a newer version."""
     return read_all(roots)[0]
 
 
 def read_all(roots: Roots) -> tuple[list[QueueEntry], list[OtherEntry]]:
-    """As ``read_queue``, and the entries that this version cannot use."""
+    """Read the entries, as ``read_queue`` does, and those that this version cannot use."""
     file = roots.own / FILE
     try:
         values = json.loads(file.read_bytes())
@@ -149,9 +149,9 @@ def change(
 
 
 def add(roots: Roots, name: str, config: Path, device: str, resume: bool = False) -> QueueEntry:
-    """Append a run to the queue, and make sure that a runner processes the queue; a UserError if the queue is full, or
-    the name unfit. The configuration must exist until the run has begun; ``device`` is the result of
-    ``queue_device``."""
+    """Append a run to the queue, and make sure that a runner processes the queue. The configuration must exist until
+    the run has begun; ``device`` is the result of ``queue_device``. Raises UserError if the queue is full, or the name
+    unfit."""
     try:
         _queueable(name)
     except ValueError as error:
@@ -200,7 +200,7 @@ def stop(roots: Roots, which: str) -> None:
 
 def ensure_runner(roots: Roots) -> None:
     """Start the queue's runner if there is something to do and none is running."""
-    if not is_open(roots) or processes.running(roots, RUNNER):
+    if not is_open(roots) or processes.is_running(roots, RUNNER):
         return
     if processes.exit_code(roots, RUNNER) not in (0, None):  # it failed, as on a full disk; another would fail, too
         failed = processes.log_file(roots, RUNNER).with_suffix(".json").stat().st_mtime
@@ -209,7 +209,7 @@ def ensure_runner(roots: Roots) -> None:
     try:
         processes.start(roots, [str(roots.runs), str(roots.named[0])], RUNNER, RUNNER_MODULE)
     except UserError:  # another page was faster
-        if not processes.running(roots, RUNNER):
+        if not processes.is_running(roots, RUNNER):
             raise
 
 

@@ -46,7 +46,7 @@ def step(roots: Roots) -> None:
         if entry.state != "waiting" or entry.device in busy:
             continue
         # a run of this name may still be training, or its log still be written
-        if not is_held(roots.runs / entry.name) and not processes.running(roots, log_name(entry.name)):
+        if not is_held(roots.runs / entry.name) and not processes.is_running(roots, log_name(entry.name)):
             busy.add(entry.device)
             begin(roots, entry)
 
@@ -59,12 +59,12 @@ def begin(roots: Roots, entry: QueueEntry) -> None:
         if waits:  # within the lock: a runner that is killed here leaves a run that its successor starts or finds
             processes.start(roots, train_words(entry), log_name(entry.name))
             say(f"start {entry.name}")
-        return [_with(each, "running") if waits and each.id == entry.id else each for each in entries]
+        return [_with_state(each, "running") if waits and each.id == entry.id else each for each in entries]
 
     try:
         queue.change(roots, mark)
     except UserError as error:
-        _record(roots, [_with(entry, "failed", str(error))])
+        _record(roots, [_with_state(entry, "failed", str(error))])
 
 
 def busy_devices(roots: Roots) -> set[str]:
@@ -83,22 +83,26 @@ def busy_devices(roots: Roots) -> set[str]:
 def ended_entry(roots: Roots, entry: QueueEntry) -> QueueEntry | None:
     """Return the entry of a started run as its end leaves it: waiting again if this machine was restarted meanwhile;
     None while it is running."""
-    if processes.running(roots, log_name(entry.name)):
+    if processes.is_running(roots, log_name(entry.name)):
         return None
     code = processes.exit_code(roots, log_name(entry.name))
     if code is None:  # no runner saw it end: look in its folder
         folder = roots.run(entry.name)
-        restarted = processes.lost_in_restart(roots, log_name(entry.name))
+        restarted = processes.was_ended_by_restart(roots, log_name(entry.name))
         begun = folder is not None and (not restarted or has_begun(roots, entry))
         word = ENDINGS.get(state_of(folder).word, "killed") if folder is not None and begun else "killed"
         if restarted and word in ("killed", "stopped"):  # an orderly shutdown stops runs
-            return _after_restart(entry, begun)
-        return _with(entry, word, last_error(roots, entry) if word in ("failed", "killed") else "")
+            return _restart(entry, begun)
+        return _with_state(entry, word, last_error(roots, entry) if word in ("failed", "killed") else "")
     if code == 0:
-        return _with(entry, "finished")
+        return _with_state(entry, "finished")
     if code in STOPPED:
-        return _with(entry, "stopped")
-    return _with(entry, "killed", f"signal {-code}") if code < 0 else _with(entry, "failed", last_error(roots, entry))
+        return _with_state(entry, "stopped")
+    return (
+        _with_state(entry, "killed", f"signal {-code}")
+        if code < 0
+        else _with_state(entry, "failed", last_error(roots, entry))
+    )
 
 
 def has_begun(roots: Roots, entry: QueueEntry) -> bool:
@@ -108,11 +112,13 @@ def has_begun(roots: Roots, entry: QueueEntry) -> bool:
     return bool(attempts) and isinstance(since, float) and attempts[-1].started.timestamp() >= int(since)
 
 
-def _after_restart(entry: QueueEntry, begun: bool) -> QueueEntry:
+def _restart(entry: QueueEntry, begun: bool) -> QueueEntry:
     """Let a run that a restart of the machine ended continue, or begin again if it had not begun."""
     restarts = entry.restarts + 1
     if restarts > MOST_RESTARTS:
-        return _with(entry, "failed", f"The machine restarted {restarts} times while it ran. Continue it on its page")
+        return _with_state(
+            entry, "failed", f"The machine restarted {restarts} times while it ran. Continue it on its page"
+        )
     changes = {"state": "waiting", "resume": entry.resume or begun, "restarts": restarts}
     return entry.model_copy(update=changes)
 
@@ -134,7 +140,7 @@ def _adopt(roots: Roots, entry: QueueEntry) -> QueueEntry:
     name = log_name(entry.name)
     if entry.state != "waiting" or processes.read_record(roots, name).get("words") != train_words(entry):
         return entry
-    return _with(entry, "running") if processes.running(roots, name) else entry
+    return _with_state(entry, "running") if processes.is_running(roots, name) else entry
 
 
 def _record(roots: Roots, ended: Sequence[QueueEntry]) -> None:
@@ -143,7 +149,7 @@ def _record(roots: Roots, ended: Sequence[QueueEntry]) -> None:
     queue.change(roots, lambda entries: [by_id.get(each.id, each) for each in entries])
 
 
-def _with(entry: QueueEntry, state: State, reason: str = "") -> QueueEntry:
+def _with_state(entry: QueueEntry, state: State, reason: str = "") -> QueueEntry:
     return entry.model_copy(update={"state": state, "reason": reason})
 
 

@@ -29,7 +29,8 @@ class Roots:
         return self.runs / OWN
 
     def resolve(self, text: str) -> Path:
-        """Resolve a path given by a user, including links; a UserError, with the remedy, if it leads out of them."""
+        """Resolve a path given by a user, including links. Raises UserError, with the remedy, if it leads out of the
+        roots."""
         if "://" in text:
             raise UserError(f"{text} is an address, not a path of this machine. Give one below {self.named[0]}")
         try:
@@ -67,7 +68,7 @@ class Roots:
         if self.runs.is_dir():
             yield from (each for each in sorted(self.runs.iterdir()) if self.run(each.name) is not None)
 
-    def inside(self, folder: Path, name: str) -> Path | None:
+    def find_inside(self, folder: Path, name: str) -> Path | None:
         """Return the file ``name`` below ``folder``; None if it is missing or a link leads out of the folder."""
         try:
             file = (folder / name).resolve()
@@ -78,7 +79,7 @@ class Roots:
 
 def make_roots(runs: Path, named: list[Path]) -> Roots:
     """Resolve the folders of ``simpletune web``: uploads go into the first root, or without one into ``data`` below the
-    current folder. A UserError if a root is not a folder."""
+    current folder. Raises UserError if a root is not a folder."""
     for root in named:
         if not root.is_dir():
             raise UserError(f"--root: {root} is not a folder. Give one that exists")

@@ -51,9 +51,12 @@ SHOWN = 12  # requests, and requested pictures, newest first
 LOG_LINES, JOB_LINES = 40, 12  # of the run's log, and of a verb's
 TRAIN = "run"  # the queue's name for a run's process
 JOBS = {
-    COMPARE: "Comparison", "choose": "Choice of the best step", "export": "Conversion", "report": "Report",
+    COMPARE: "Comparison",
+    "choose": "Choice of the best step",
+    "export": "Conversion",
+    "report": "Report",
     "finish": "Result",
-}  # fmt: skip
+}
 """The verbs that the page starts for a run, besides its training, and what they make."""
 UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 REPORT = "report.html"
@@ -73,8 +76,11 @@ TEXT = {"content-type": "text/plain; charset=utf-8"}
 SENT: dict[str, dict[str, str]] = {  # files that may be sent, by suffix, with their headers
     ".png": {"content-type": "image/png"},
     ".html": {"content-type": "text/html; charset=utf-8", "content-security-policy": ALONE},
-    ".safetensors": RESULT, ".json": TEXT, ".jsonl": TEXT, ".md": TEXT,
-}  # fmt: skip
+    ".safetensors": RESULT,
+    ".json": TEXT,
+    ".jsonl": TEXT,
+    ".md": TEXT,
+}
 
 
 def routes() -> list[Route]:
@@ -111,11 +117,14 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
             f"pictures:{name}": file_stamp(folder / SAMPLES),
             f"requests:{name}": tuple(file_stamp(folder / file) for file in (CONTROL, CONTROL_ANSWERS, GENERATED)),
             f"log:{name}": logs.get(f"{job_name(TRAIN, name)}.log"),
-            f"after:{name}": (held, *(file_stamp(folder / file) for file in files),
-                              file_stamp(RunView(roots, folder).exports)),
+            f"after:{name}": (
+                held,
+                *(file_stamp(folder / file) for file in files),
+                file_stamp(RunView(roots, folder).exports),
+            ),
             f"jobs:{name}": tuple(logs.get(job) for job in jobs),
             f"comparisons:{name}": file_stamp(folder / COMPARE),
-        }  # fmt: skip
+        }
     return found
 
 
@@ -160,8 +169,8 @@ class RunView:
         """Name the run's result, or with a step a checkpoint, for a command."""
         return f"{self.folder}@{required_number(step, 'step')}" if step else str(self.folder)
 
-    def drawing(self) -> Json:
-        """The defaults of the picture form: the settings of the run's validation."""
+    def image_form(self) -> Json:
+        """Return the defaults of the picture form: the settings of the run's validation."""
         settings = self.progress.state.settings
         validation, data = settings.get("validation"), settings.get("data")
         option: Json = validation if isinstance(validation, dict) else {}
@@ -177,24 +186,24 @@ class RunView:
         own["negative_prompt"] = option.get("negative_prompt") or ""
         return {"prompt": prompt, **own, **fallback}
 
-    def now(self) -> Json:
-        """State and sections."""
+    def state(self) -> Json:
+        """Return the state and the sections."""
         return {"run": self.progress}
 
     def charts(self) -> Json:
-        """Charts, and memory by stage."""
+        """Return the charts, and memory by stage."""
         planned = self.progress.steps if self.progress.running else None
         return {"run": self.progress, "charts": charts_of(self.folder, planned)}
 
     def form(self) -> Json:
-        """The form for requests to the run, if it is training."""
-        return {"run": self.progress, "drawing": self.drawing()}
+        """Return the form for requests to the run, if it is training."""
+        return {"run": self.progress, "image_form": self.image_form()}
 
     def images(self) -> Json:
         return {"run": self.progress, "matrix": self.matrix}
 
     def requests(self) -> Json:
-        """Waiting requests, answers and requested pictures, newest first."""
+        """Return waiting requests, answers and requested pictures, newest first."""
         answers = read_answers(self.folder)
         answered = {answer["id"] for answer in answers}
         try:
@@ -204,16 +213,18 @@ class RunView:
         generated = [each for each in read_generated(self.folder) if (self.folder / each["file"]).is_file()]
         answered_last = [answer for answer in answers if answer["state"] != "done" or answer.get("ask") != "draw"]
         return {
-            "waiting": waiting, "broken": broken, "answers": answered_last[: -SHOWN - 1 : -1],
-            "drawings": generated[: -SHOWN - 1 : -1],
-        }  # fmt: skip
+            "waiting": waiting,
+            "broken": broken,
+            "answers": answered_last[: -SHOWN - 1 : -1],
+            "generated": generated[: -SHOWN - 1 : -1],
+        }
 
     def log(self) -> Json:
-        """The end of the log, for a run that a page started."""
+        """Return the end of the log, for a run that a page started."""
         return {"lines": processes.tail(self.roots, job_name(TRAIN, self.folder.name), LOG_LINES)}
 
-    def after(self) -> Json:
-        """What can be done with the run when it is not training."""
+    def next_steps(self) -> Json:
+        """Return what can be done with the run when it is not training."""
         state, steps = self.progress.state, self.progress.steps or self.progress.state.done
         try:
             best = choose_best(self.folder)
@@ -224,20 +235,29 @@ class RunView:
         saved = "" if best is None else f"{checkpoint_folder(Path(), best.step)}/{OUTPUT}"
         more = steps if state.done < steps else steps + max(1, steps // 2)  # as planned, or half as many again
         return {
-            "run": self.progress, "steps": [step for step, _ in list_checkpoints(self.folder)],
-            "best": best, "best_file": saved if (self.folder / saved).is_file() else "",
-            "result": OUTPUT if (self.folder / OUTPUT).is_file() else "", "result_step": summary.get("steps"),
-            "output": str(summary.get("output", "")), "report": (self.folder / REPORT).is_file(),
-            "exports": sorted(file.name for file in exports), "formats": FORMATS, "has_strength": self.has_strength,
-            "strengths": STRENGTHS, "more": more, "drawing": self.drawing(), **self.comparisons(),
-        }  # fmt: skip
+            "run": self.progress,
+            "steps": [step for step, _ in list_checkpoints(self.folder)],
+            "best": best,
+            "best_file": saved if (self.folder / saved).is_file() else "",
+            "result": OUTPUT if (self.folder / OUTPUT).is_file() else "",
+            "result_step": summary.get("steps"),
+            "output": str(summary.get("output", "")),
+            "report": (self.folder / REPORT).is_file(),
+            "exports": sorted(file.name for file in exports),
+            "formats": FORMATS,
+            "has_strength": self.has_strength,
+            "strengths": STRENGTHS,
+            "more": more,
+            "image_form": self.image_form(),
+            **self.comparisons(),
+        }
 
     def jobs(self) -> Json:
-        """The processes that the page has started for the run, besides its training."""
+        """Return the processes that the page has started for the run, besides its training."""
         found = []
         for kind, title in JOBS.items():
             name = job_name(kind, self.folder.name)
-            lines, running = processes.tail(self.roots, name, JOB_LINES), processes.running(self.roots, name)
+            lines, running = processes.tail(self.roots, name, JOB_LINES), processes.is_running(self.roots, name)
             if lines or running:
                 code = None if running else processes.exit_code(self.roots, name)
                 word = "running" if running else "stopped" if code in STOPPED else "failed" if code else "done"
@@ -251,14 +271,14 @@ class RunView:
 # In the page's order: the topic that renews a part, its template, and the template's values. `after` contains
 # `comparisons`.
 PARTS: dict[str, tuple[str, str, Callable[[RunView], Json]]] = {
-    "now": ("run", "run_now.html", RunView.now),
+    "now": ("run", "run_now.html", RunView.state),
     "ask": ("held", "run_ask.html", RunView.form),
     "requests": ("requests", "run_requests.html", RunView.requests),
-    "result": ("after", "run_result.html", RunView.after),
+    "result": ("after", "run_result.html", RunView.next_steps),
     "jobs": ("jobs", "run_jobs.html", RunView.jobs),
     "pictures": ("pictures", "run_pictures.html", RunView.images),
     "charts": ("run", "run_charts.html", RunView.charts),
-    "after": ("after", "run_after.html", RunView.after),
+    "after": ("after", "run_after.html", RunView.next_steps),
     "log": ("log", "run_log.html", RunView.log),
     "comparisons": ("comparisons", "run_comparisons.html", RunView.comparisons),
 }
@@ -277,7 +297,7 @@ with_run_form = partial(with_form, require=view_of)
 
 
 def page(request: Request) -> Response:
-    """GET /run/NAME: the page with all of its parts."""
+    """Show the page with all of its parts."""
     view, all_values = view_of(request), Json()
     for _, _, values in PARTS.values():
         all_values |= values(view)
@@ -286,7 +306,7 @@ def page(request: Request) -> Response:
 
 
 def part(template: str, values: Callable[[RunView], Json], request: Request) -> Response:
-    """GET /run/NAME/PART, after a change."""
+    """Show one part, after a change."""
     view = view_of(request)
     return render(request, template, name=view.folder.name, **values(view))
 
@@ -296,7 +316,7 @@ def part(template: str, values: Callable[[RunView], Json], request: Request) -> 
 
 @with_run_form
 def ask_run(request: Request, form: Form) -> Response:
-    """POST /run/NAME/ask: put a request into the control file."""
+    """Put a request into the control file."""
     view, what = view_of(request), form.get("ask", "")
     asked: AnyRequest
     if what == "save":
@@ -333,7 +353,7 @@ def _generate_request(form: Form) -> GenerateRequest:
 
 @with_run_form
 def compare(request: Request, form: Form) -> Response:
-    """POST /run/NAME/compare: draw the base and a checkpoint at several strengths."""
+    """Generate with the base and with a checkpoint at several strengths."""
     view = view_of(request)
     prompt = " ".join(form.get("prompt", "").split())
     if not prompt or not prompt.isprintable() or len(prompt) > LONGEST:
@@ -349,7 +369,7 @@ def compare(request: Request, form: Form) -> Response:
 
 @with_run_form
 def choose_step(request: Request, form: Form) -> Response:
-    """POST /run/NAME/choose: choose a step as the best, or let the figures choose."""
+    """Choose a step as the best, or let the figures choose."""
     view, step = view_of(request), form.get("step", "auto")
     chosen = "auto" if step == "auto" else str(required_number(step, "step"))
     return _begin(request, view, "choose", ["evaluate", str(view.folder), "--choose", chosen])
@@ -357,7 +377,7 @@ def choose_step(request: Request, form: Form) -> Response:
 
 @with_run_form
 def export(request: Request, form: Form) -> Response:
-    """POST /run/NAME/export: convert a checkpoint for other tools."""
+    """Convert a checkpoint for other tools."""
     view, layout, step = view_of(request), form.get("format", ""), form.get("step", "")
     if layout not in FORMATS:
         raise UserError(f"{layout[:40]!r} is not a format. Use {', '.join(FORMATS)}")
@@ -369,14 +389,14 @@ def export(request: Request, form: Form) -> Response:
 
 
 def report(request: Request) -> Response:
-    """POST /run/NAME/report: write the run's report."""
+    """Write the run's report."""
     view = view_of(request)
     return _begin(request, view, "report", ["report", str(view.folder)])
 
 
 @with_run_form
 def finish(request: Request, form: Form) -> Response:
-    """POST /run/NAME/finish: make a stopped run's checkpoint its result."""
+    """Make a stopped run's checkpoint its result."""
     view = view_of(request)
     return _begin(request, view, "finish", ["finish", view.weights(form.get("step", ""))])
 
@@ -390,7 +410,7 @@ def _begin(request: Request, view: RunView, kind: str, words: list[str]) -> Resp
 
 @with_run_form
 def stop_job(request: Request, form: Form) -> Response:
-    """POST /run/NAME/stop: end a verb that the page has started for the run."""
+    """End a verb that the page has started for the run."""
     view, kind = view_of(request), form.get("kind", "")
     if kind not in JOBS:
         raise UserError(f"{kind[:40]!r} is nothing that this page starts. Use {', '.join(JOBS)}")
@@ -400,7 +420,7 @@ def stop_job(request: Request, form: Form) -> Response:
 
 @with_run_form
 def go_on(request: Request, form: Form) -> Response:
-    """POST /run/NAME/continue: queue the run, to continue training up to a number of steps."""
+    """Queue the run, to continue training up to a number of steps."""
     view = view_of(request)
     name, state = view.folder.name, view.progress.state
     steps = required_number(form.get("steps", ""), "steps")
@@ -429,7 +449,7 @@ def required_number(text: str, what: str) -> int:
 
 
 def strengths_of(text: str) -> list[float]:
-    """Read strengths such as ``0.5 1``, in order and without duplicates; drops 0, because the base is always drawn."""
+    """Read strengths such as ``0.5 1``, in order, without duplicates and 0: the base is always compared."""
     rule = f"Use 1 to {MOST_STRENGTHS} numbers above 0 and at most {STRONGEST:g}, such as {STRENGTHS}"
     try:
         found = sorted({float(part) for part in re.split(r"[\s,;]+", text.strip())} - {0.0})
@@ -444,28 +464,28 @@ def strengths_of(text: str) -> list[float]:
 
 
 def file(request: Request) -> Response:
-    """GET /run/NAME/file/PATH: a picture, a report, a result."""
+    """Send a picture, a report or a result."""
     view, path = view_of(request), request.path_params["path"]
     return _send(view, view.folder, path, SENT.get(Path(path).suffix))
 
 
 def export_file(request: Request) -> Response:
-    """GET /run/NAME/exports/FILE: a converted file."""
+    """Send a converted file."""
     view = view_of(request)
     return _send(view, view.exports, request.path_params["file"], RESULT)
 
 
 def _send(view: RunView, folder: Path, name: str, headers: dict[str, str] | None) -> Response:
-    found = view.roots.inside(folder, name)
+    found = view.roots.find_inside(folder, name)
     if headers is None or found is None:
         raise HTTPException(404)
     return FileResponse(found, headers=headers)
 
 
 def small(request: Request) -> Response:
-    """GET /run/NAME/small/PATH: a small copy of a picture."""
+    """Send a small copy of a picture."""
     view = view_of(request)
-    found = view.roots.inside(view.folder, request.path_params["path"])
+    found = view.roots.find_inside(view.folder, request.path_params["path"])
     if found is None or found.suffix != ".png":
         raise HTTPException(404)
     try:

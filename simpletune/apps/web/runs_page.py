@@ -30,9 +30,7 @@ LISTED = 6  # settings of a run
 LONGEST = 40  # characters of a setting
 CACHED = 1000  # runs
 CHARTED, MOST_CHARTED = 4, 6  # runs in the chart: at first, and at most, as pages.css has colours
-CHANGES: Mapping[str, Callable[[Roots, str], None]] = {
-    "remove": queue.remove, "up": queue.move_up, "stop": queue.stop,
-}  # fmt: skip
+CHANGES: Mapping[str, Callable[[Roots, str], None]] = {"remove": queue.remove, "up": queue.move_up, "stop": queue.stop}
 
 
 def routes() -> list[Route]:
@@ -43,7 +41,7 @@ def routes() -> list[Route]:
         Route("/runs/queue", queue_part),
         Route("/runs/thumbnail/{name}", thumbnail),
         Route("/queue/{what}", change_queue, methods=["POST"]),
-        Route("/queue/{what}", to_runs, methods=["GET"]),
+        Route("/queue/{what}", redirect_to_runs, methods=["GET"]),
     ]
 
 
@@ -54,7 +52,7 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
 
 
 def all_runs(request: Request) -> Response:
-    """GET /: the page."""
+    """Show the page."""
     roots = request.app.state.roots
     found = rows(roots)
     charted = [roots.runs / row["state"].name for row in found if row["state"].loss is not None][:CHARTED]
@@ -62,17 +60,17 @@ def all_runs(request: Request) -> Response:
 
 
 def table(request: Request) -> Response:
-    """GET /runs/table?run=NAME...: only the cards, after a change; the runs in the chart keep their check marks."""
-    return render(request, "all_runs_table.html", 200, **_cards(rows(request.app.state.roots), _charted(request)))
+    """Show only the cards, after a change; the runs in the chart (``?run=NAME...``) keep their check marks."""
+    return render(request, "all_runs_table.html", 200, **_cards(rows(request.app.state.roots), _charted_runs(request)))
 
 
 def losses(request: Request) -> Response:
-    """GET /runs/losses?run=NAME...: only the chart of these runs' losses."""
-    return render(request, "all_runs_losses.html", losses=losses_of(_charted(request)))
+    """Show only the chart of the losses of some runs (``?run=NAME...``)."""
+    return render(request, "all_runs_losses.html", losses=losses_of(_charted_runs(request)))
 
 
 def queue_part(request: Request) -> Response:
-    """GET /runs/queue: only the queue."""
+    """Show only the queue."""
     return render(request, "queue.html", 200, **_queue(request.app.state.roots))
 
 
@@ -85,25 +83,25 @@ def _change_of(request: Request) -> Callable[[Roots, str], None]:
 
 @partial(with_form, require=_change_of)
 def change_queue(request: Request, form: Form) -> Response:
-    """POST /queue/remove, /queue/up, /queue/stop: change the entry ``id``."""
+    """Remove, move up or stop the entry ``id``."""
     _change_of(request)(request.app.state.roots, form.get("id", ""))
     return queue_part(request) if request.headers.get("hx-request") == "true" else RedirectResponse("/", 303)
 
 
-def to_runs(request: Request) -> Response:
-    """GET of an address to which a button is sent, as when a page that says why it failed is opened again."""
+def redirect_to_runs(request: Request) -> Response:
+    """Redirect from the address of a button, as when a page that says why it failed is opened again."""
     _change_of(request)
     return RedirectResponse("/", 303)
 
 
 def thumbnail(request: Request) -> Response:
-    """GET /runs/thumbnail/NAME?v=STAMP: a small copy of the newest validation picture, cached as a file."""
+    """Send a small copy of the newest validation picture, cached as a file until its stamp (``?v=STAMP``) changes."""
     from PIL import Image
 
     roots: Roots = request.app.state.roots
     run = roots.run(request.path_params["name"])
     image = state_of(run).image if run is not None else None
-    file = roots.inside(run, image) if run is not None and image is not None else None
+    file = roots.find_inside(run, image) if run is not None and image is not None else None
     if file is None:
         raise HTTPException(404)
     found = file.stat()
@@ -151,7 +149,7 @@ def run_row(folder: Path, stamp: Hashable) -> tuple[Json, dict[str, str]]:
     }
     if isinstance(best, dict) and best.get("by") != "last":
         row["best"] = f"step {best.get('step')} by {best.get('by')}"
-    return row, {path: text for path, text in flat(state.settings).items() if path.partition(".")[0] not in SAME}
+    return row, {path: text for path, text in flatten(state.settings).items() if path.partition(".")[0] not in SAME}
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> list[list[str]]:
@@ -170,20 +168,20 @@ def differences(settings: Sequence[Mapping[str, str]]) -> list[list[str]]:
     return found
 
 
-def flat(settings: Json, prefix: str = "") -> dict[str, str]:
+def flatten(settings: Json, prefix: str = "") -> dict[str, str]:
     """Return settings as text, by dotted path."""
     found: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
+            found |= flatten(value, f"{prefix}{key}.")
         else:
             text = f"{value:g}" if isinstance(value, float) else str(value)
             found[f"{prefix}{key}"] = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
     return found
 
 
-def _charted(request: Request) -> list[Path]:
-    """The runs whose losses the page asks for."""
+def _charted_runs(request: Request) -> list[Path]:
+    """Return the runs whose losses the page asks for."""
     roots: Roots = request.app.state.roots
     found = [roots.run(name) for name in request.query_params.getlist("run")]
     return [folder for folder in found if folder is not None][:MOST_CHARTED]

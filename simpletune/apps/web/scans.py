@@ -55,7 +55,7 @@ class ImageScan(Generic[Found]):
     unwanted: bool = False
 
     @property
-    def under_way(self) -> bool:
+    def is_running(self) -> bool:
         return not self.ended.is_set()
 
     @property
@@ -75,12 +75,12 @@ class ImageScan(Generic[Found]):
                 self.problem = FAILED
             self.ended.set()
 
-    def here(self, kind: Kind, text: str) -> Found | None:
+    def scan_here(self, kind: Kind, text: str) -> Found | None:
         """Scan in this process."""
         with progress_to(self.count):
             return _examine(kind, text)
 
-    def beside(self, roots: Roots, kind: Kind, text: str) -> Found | None:
+    def scan_in_child(self, roots: Roots, kind: Kind, text: str) -> Found | None:
         """Scan in a process of its own, which ends once nobody asks any more."""
         child = processes.spawn(roots, __name__, [kind, text], stdout=subprocess.PIPE)
         threading.Thread(target=self._end_unwanted, args=(child,), daemon=True).start()
@@ -114,15 +114,15 @@ class Scans:
         self._scans: dict[tuple[Kind, str], ImageScan[Any]] = {}  # the one asked for last at the end
         self._lock = threading.Lock()
 
-    def folder(
+    def scan_folder(
         self, folder: Path, chosen: Mapping[str, object] | None = None, wait: float = WAIT
     ) -> ImageScan[FolderContents]:
-        """What a folder holds, as ``simpletune init`` sees it; ``chosen``: fields that the user's answers set."""
+        """Scan a folder as ``simpletune init`` does; ``chosen``: fields that the user's answers set."""
         fields = {path: value for path, value in (chosen or {}).items() if value is not None and path not in SKIPS}
         return self._look("folder", json.dumps([str(folder), fields]), folder, wait)
 
-    def data_set(self, config: TrainConfig, folder: Path, wait: float = WAIT) -> ImageScan[DatasetReport]:
-        """What a configuration finds in its folder."""
+    def scan_data_set(self, config: TrainConfig, folder: Path, wait: float = WAIT) -> ImageScan[DatasetReport]:
+        """Scan the folder of a configuration."""
         return self._look("data set", config.model_dump_json(by_alias=True), folder, wait)
 
     def close(self) -> None:
@@ -139,23 +139,23 @@ class Scans:
                 if scan is not None:
                     scan.unwanted = True
                 scan = ImageScan(version)
-                work = partial(scan.here, kind, text)
+                work = partial(scan.scan_here, kind, text)
                 if count > FEW:
-                    work = partial(scan.beside, self._roots, kind, text)
+                    work = partial(scan.scan_in_child, self._roots, kind, text)
                 threading.Thread(target=scan.run, args=(work,), name="scan", daemon=True).start()
             scan.asked = time.monotonic()
             self._scans[kind, text] = scan
-            under_way = [each for each in self._scans.values() if each.under_way]
-            for each in under_way[:-AT_ONCE]:
+            is_running = [each for each in self._scans.values() if each.is_running]
+            for each in is_running[:-AT_ONCE]:
                 each.unwanted = True
-            for old in [key for key, each in self._scans.items() if not each.under_way][:-KEPT]:
+            for old in [key for key, each in self._scans.items() if not each.is_running][:-KEPT]:
                 del self._scans[old]
         scan.ended.wait(wait)
         return scan
 
 
 def version_of(folder: Path) -> tuple[str, int]:
-    """A name for the state of a folder's files, which changes when one of them does, and how many there are."""
+    """Return a name for the state of a folder's files, which changes when one of them does, and how many there are."""
     digest, count, waiting = hashlib.sha256(), 0, [os.fspath(folder)]
     while waiting:
         here = waiting.pop()

@@ -13,7 +13,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from simpletune.apps.web import live, processes, queue
-from simpletune.apps.web.form.filled_form import AnswersGiven, FilledForm, FormRequest, fill_form
+from simpletune.apps.web.form.filled_form import FilledForm, FolderAnswers, FormRequest, fill_form
 from simpletune.apps.web.form.presets import HERE, card_here, cards
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs, file_stamp
@@ -38,9 +38,9 @@ def routes() -> list[Route]:
         Route("/start/live", live_line),
         Route("/start/run", begin, methods=["POST"]),
         Route("/start/config.json", download, methods=["POST"]),
-        *(Route(path, to_form, methods=["GET"]) for path in ("/start/run", "/start/config.json")),
-        Route("/queued/{id}", queued),
-        Route("/queued/{id}/part", queued),
+        *(Route(path, redirect_to_form, methods=["GET"]) for path in ("/start/run", "/start/config.json")),
+        Route("/queued/{id}", queued_run),
+        Route("/queued/{id}/part", queued_run),
     ]
 
 
@@ -54,12 +54,12 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
 
 
 def page(request: Request) -> Response:
-    """GET /start, with ``?from=RUN`` or ``?file=PATH`` to start from."""
+    """Show the page, with ``?from=RUN`` or ``?file=PATH`` to start from."""
     query = request.query_params
     base = f"run:{query['from']}" if "from" in query else f"file:{query['file']}" if "file" in query else PRESET
     folder = {"data.path": query["folder"]} if query.get("folder") else {}
     asked = FormRequest(base, HERE, "", folder, {}, folder)
-    return _whole(request, _fill(request, asked), secrets.token_hex(6), None)
+    return _whole_page(request, _fill(request, asked), secrets.token_hex(6), None)
 
 
 def _fill(request: Request, asked: FormRequest) -> FilledForm:
@@ -68,11 +68,11 @@ def _fill(request: Request, asked: FormRequest) -> FilledForm:
 
 @with_form
 def change(request: Request, form: Form) -> Response:
-    """POST /start/change: the parts that a change or an answer affects; without scripts the whole page."""
-    asked, state = _asked(form)
+    """Show the parts that a change or an answer affects; without scripts the whole page."""
+    asked, state = _read_request(form)
     filled = _fill(request, asked)
     if request.headers.get("hx-request") != "true":
-        return _whole(request, filled, str(state.get("form", "")), state.get("live"))
+        return _whole_page(request, filled, str(state.get("form", "")), state.get("live"))
     shown = {path: text.replace("\r\n", "\n") for path, text in asked.texts.items()}
     fields = filled.edited.fields
     anew = []  # sections that have got or lost fields
@@ -88,7 +88,7 @@ def change(request: Request, form: Form) -> Response:
 
 
 def live_line(request: Request) -> Response:
-    """GET /start/live?key=KEY&last=KEY: the live line, once a prediction is ready."""
+    """Show the live line, once a prediction is ready (``?key=KEY&last=KEY``)."""
     roots, query = request.app.state.roots, request.query_params
     shown = _live(roots, query.get("key") or None, query.get("last") or None, "")
     return render(request, "start_live.html", live=shown)
@@ -96,12 +96,12 @@ def live_line(request: Request) -> Response:
 
 @with_form
 def begin(request: Request, form: Form) -> Response:
-    """POST /start/run: write the configuration and queue the run, or show the problems."""
+    """Write the configuration and queue the run, or show the problems."""
     roots: Roots = request.app.state.roots
-    asked, state = _asked(form)
+    asked, state = _read_request(form)
     filled = _fill(request, asked)
     if not filled.may_start or filled.config is None:
-        return _whole(request, filled, str(state.get("form", "")), state.get("live"), 422)
+        return _whole_page(request, filled, str(state.get("form", "")), state.get("live"), 422)
     name, folder = filled.config.name, roots.own / CONFIGS
     files = (folder / f"{name}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 10**6))
     with wait_for_lock(roots.own / STARTING, "waiting for another page that starts a run"):
@@ -113,21 +113,21 @@ def begin(request: Request, form: Form) -> Response:
     return RedirectResponse(f"/queued/{entry.id}", 303)
 
 
-def to_form(request: Request) -> Response:
-    """GET of an address to which the form is sent, as when a page of problems is opened again."""
+def redirect_to_form(request: Request) -> Response:
+    """Redirect from the address to which the form is sent, as when a page of problems is opened again."""
     return RedirectResponse("/start", 303)
 
 
 @with_form
 def download(request: Request, form: Form) -> Response:
-    """POST /start/config.json: the configuration as a file."""
-    filled = _fill(request, _asked(form)[0])
+    """Send the configuration as a file."""
+    filled = _fill(request, _read_request(form)[0])
     name = filled.config.name if filled.config else "config"
     headers = {"content-disposition": f'attachment; filename="{name}.json"'}
     return Response(json.dumps(filled.data, indent=2, ensure_ascii=False) + "\n", 200, headers, "application/json")
 
 
-def _asked(form: Form) -> tuple[FormRequest, dict[str, object]]:
+def _read_request(form: Form) -> tuple[FormRequest, dict[str, object]]:
     """Read the form: the request, and the state that the page carries along."""
     texts = dict(form)
     try:
@@ -135,7 +135,7 @@ def _asked(form: Form) -> tuple[FormRequest, dict[str, object]]:
         json.dumps(state, ensure_ascii=False).encode()  # JSON can name half a character, which no page can hold
         shown, mine, answers = (dict(state.get(name, {})) for name in ("shown", "mine", "answers"))
         pairs = [*answers.get("chosen", []), *([json.loads(texts.pop("choice"))] if "choice" in texts else [])]
-        given = AnswersGiven(answers.get("folder", ""), tuple((question, words) for question, words in pairs))
+        given = FolderAnswers(answers.get("folder", ""), tuple((question, words) for question, words in pairs))
         said = [given.folder, *(each for pair in given.chosen for each in pair)]
         if not all(isinstance(each, str) for each in (*shown, *shown.values(), *mine, *mine.values(), *said)):
             raise ValueError
@@ -146,7 +146,7 @@ def _asked(form: Form) -> tuple[FormRequest, dict[str, object]]:
     return asked, state
 
 
-def _whole(request: Request, filled: FilledForm, form: str, last: object, status: int = 200) -> Response:
+def _whole_page(request: Request, filled: FilledForm, form: str, last: object, status: int = 200) -> Response:
     roots: Roots = request.app.state.roots
     values = _values(request, filled, form, last)
     files = [str(file) for root in (roots.own / CONFIGS, *roots.named) for file in sorted(root.glob("*.json"))[:LISTED]]
@@ -175,20 +175,25 @@ def _values(request: Request, filled: FilledForm, form: str, last: object) -> di
     shown = _live(roots, key, last if isinstance(last, str) else None, why)
     fields = filled.edited.fields
     state = {
-        "form": form, "shown": {path: each.text for path, each in fields.items()},
+        "form": form,
+        "shown": {path: each.text for path, each in fields.items()},
         "mine": {path: text for path, text in filled.edited.mine.items() if path not in filled.answered},
-        "live": key or last, "answers": asdict(filled.answers),
-    }  # fmt: skip
+        "live": key or last,
+        "answers": asdict(filled.answers),
+    }
     return {
-        "filled": filled, "live": shown, "state": json.dumps(state, ensure_ascii=False),
-        "warnings": _warnings(roots, filled), "count": plural(len(filled.problems), "problem"),
+        "filled": filled,
+        "live": shown,
+        "state": json.dumps(state, ensure_ascii=False),
+        "warnings": _warnings(roots, filled),
+        "count": plural(len(filled.problems), "problem"),
         "general": [str(each) for each in filled.problems if each.path not in fields],
         "thumbnails": _thumbnails(filled),
-    }  # fmt: skip
+    }
 
 
 def _thumbnails(filled: FilledForm) -> list[str]:
-    """The first pictures of the folder by name, without masks."""
+    """Return the first pictures of the folder by name, without masks."""
     seen = filled.seen
     return [image.name for image in seen.images[:SHOWN]] if seen else []
 
@@ -201,9 +206,13 @@ def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str
     old = live.cached_estimate(roots, last) if last and found is None else None
     figures = found or shipped or old or {}
     return {
-        "key": key, "last": last, "ready": found is not None, "why": why, "error": figures.get("error"),
+        "key": key,
+        "last": last,
+        "ready": found is not None,
+        "why": why,
+        "error": figures.get("error"),
         "figures": figures,
-    }  # fmt: skip
+    }
 
 
 def _warnings(roots: Roots, filled: FilledForm) -> list[str]:
@@ -225,9 +234,8 @@ def _warnings(roots: Roots, filled: FilledForm) -> list[str]:
 # A run that waits in the queue
 
 
-def queued(request: Request) -> Response:
-    """GET /queued/ID, or only its state as /queued/ID/part: a run that is waiting, starting or has failed; redirects to
-    the run's page once it exists."""
+def queued_run(request: Request) -> Response:
+    """Show a run that waits, starts or has failed, or only its state; redirect to the run's page once it exists."""
     roots: Roots = request.app.state.roots
     is_part = request.url.path.endswith("/part")
     entries = queue.read_queue(roots)

@@ -30,9 +30,12 @@ def jinja_environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     made = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     made.globals["version"] = __version__
     made.globals["picture_suffixes"] = ",".join(SUFFIXES)
     return made
@@ -46,7 +49,7 @@ def render(request: Request, template: str, status: int = 200, **values: object)
 
 
 async def read_form(request: Request) -> Form:
-    """Read a form as browsers send it (``application/x-www-form-urlencoded``): each field with its last value. An
+    """Read a form as browsers send it (``application/x-www-form-urlencoded``): each field with its last value. Raises
     HTTPException, 400, if it is not UTF-8, and those of ``read_body``."""
     body = await read_body(request, "application/x-www-form-urlencoded", MOST_FORM, "form", "a form")
     try:

@@ -39,9 +39,11 @@ DEFAULT = "pictures"  # name of a folder
 ZIP, ARCHIVES = ".zip", (".7z", ".bz2", ".gz", ".rar", ".tar", ".tgz", ".xz", ".zst")
 MOST_FILES, MOST_BYTES = 20_000, 32 * 2**30  # of an upload; a zip file counts packed and unpacked
 LIMITS = {
-    **dict.fromkeys(SUFFIXES, MAX_BYTES), **dict.fromkeys(TEXTS, captions.MAX_BYTES),
-    ZIP: MOST_BYTES, METADATA: 64 * 2**20,
-}  # fmt: skip
+    **dict.fromkeys(SUFFIXES, MAX_BYTES),
+    **dict.fromkeys(TEXTS, captions.MAX_BYTES),
+    ZIP: MOST_BYTES,
+    METADATA: 64 * 2**20,
+}
 """How many bytes a file may have, by what its path ends in."""
 DIRECTORY_BYTES = 8 * 2**20  # of a zip file's list of entries, which zipfile reads at once
 MOST_RATIO, SMALL = 100, 2**20  # unpacked to packed bytes of an entry with more bytes than SMALL
@@ -55,8 +57,16 @@ RESERVED = {  # by Windows, whatever follows the first dot; superscript digits c
     "CON", "PRN", "AUX", "NUL", "CONIN$", "CONOUT$", *(f"{port}{n}" for port in ("COM", "LPT") for n in "123456789¹²³"),
 }  # fmt: skip
 FORBIDDEN = set('<>:"|?*')  # by Windows in a name, besides what is refused everywhere
-DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError, OSError,
-          struct.error)  # fmt: skip
+DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    OSError,
+    struct.error,
+)
 # For bzip2 and LZMA, zipfile unpacks all that a read of packed bytes gives, whatever size the entry claims.
 BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
@@ -79,7 +89,7 @@ def path_parts(path: str) -> tuple[str, ...]:
 
 
 def new_folder_name(text: str) -> str:
-    """Return the name for a new folder that a user gave, or the default; a UserError if it is not one."""
+    """Return the name for a new folder that a user gave, or the default. Raises UserError if it is not one."""
     name = unicodedata.normalize("NFC", text.strip()) or DEFAULT
     try:
         if len(path_parts(name)) > 1 or "/" in name or name.startswith("."):
@@ -94,7 +104,8 @@ def is_skipped(parts: tuple[str, ...]) -> bool:
 
 
 def kind_of(parts: tuple[str, ...]) -> str | None:
-    """Return which of ``LIMITS`` a file is by its path; None if it is skipped silently. UnusableImage: none."""
+    """Return which of ``LIMITS`` a file is by its path; None if it is skipped silently. Raises UnusableImage if it is
+    none."""
     if is_skipped(parts):
         return None
     if parts == (METADATA,):
@@ -113,22 +124,27 @@ class Upload:
     """One upload: its hidden folder, what it has taken and what it has left out. One request at a time uses it."""
 
     def __init__(self, roots: Roots, name: str):
-        self.id, self.roots, self.name = secrets.token_hex(16), roots, name
+        self.id = secrets.token_hex(16)
+        self.roots = roots
+        self.name = name
         self.folder = temporary_path(roots.uploads / f"{HIDDEN}{self.id[:12]}", shared=True)
         self.left_out: list[str] = []  # sentences
-        self.busy, self.touched = False, time.monotonic()
+        self.busy = False
+        self.touched = time.monotonic()
         self._bytes = self._files = 0
         self._taken: dict[str, str] = {}  # paths of files by how any system would compare them; and of their folders:
         self._folders: set[str] = set()
         self._images: dict[str, str] = {}  # paths by SHA-256
         self._captions: list[str] = []
-        self._kept, self._dropped = set[str](), set[str]()  # paths of pictures and of what is left out, without endings
+        self._kept: set[str] = set()  # paths of pictures, without endings
+        self._dropped: set[str] = set()  # paths of what is left out, without endings
         with self._room():
             roots.uploads.mkdir(exist_ok=True)
             self.folder.mkdir()
 
     def admit(self, path: str, size: int) -> str | None:
-        """As ``kind_of``, for the next file and its size, if known. UserError: there are too many files."""
+        """Return the kind of the next file, as ``kind_of`` does, by its size, if known. Raises UserError if there are
+        too many files."""
         self._files += 1
         if self._files > MOST_FILES:
             raise UserError(f"The upload has more than {MOST_FILES:,} files. Divide it over several folders")
@@ -168,8 +184,8 @@ class Upload:
             yield write
 
     def settle(self, path: str, kind: str) -> None:
-        """Check the content that has come in for a path of a kind, and give it its name, or unpack it. UnusableImage:
-        it is left out."""
+        """Check the content that has come in for a path of a kind, and give it its name, or unpack it. Raises
+        UnusableImage if it is left out."""
         name = PurePosixPath(*path_parts(path))
         if kind == ZIP:
             self._unpack(name)
@@ -203,7 +219,7 @@ class Upload:
             self._captions.append(str(name))
 
     def finish(self) -> Path:
-        """Give the folder its name, or the next free one such as NAME-2, and return it; a UserError if it has no
+        """Give the folder its name, or the next free one such as NAME-2, and return it. Raises UserError if it has no
         picture."""
         if not self._images:
             why = "; ".join(self.left_out[:3]) or "there was none"
@@ -246,9 +262,9 @@ class Upload:
         return self.folder / ".incoming"
 
     def _claim(self, name: PurePosixPath) -> None:
-        """Take a path for a file. UnusableImage: some system would confuse it with one that is taken."""
-        folders = [_folded(folder) for folder in name.parents[:-1]]
-        key = _folded(name)
+        """Take a path for a file. Raises UnusableImage if some system would confuse it with one that is taken."""
+        folders = [_fold_case(folder) for folder in name.parents[:-1]]
+        key = _fold_case(name)
         if key in self._folders or any(folder in self._taken for folder in folders):
             raise UnusableImage("has the name of a folder. Rename it")
         if key in self._taken:
@@ -258,7 +274,7 @@ class Upload:
         self._folders.update(folders)
 
     def _unpack(self, name: PurePosixPath) -> None:
-        """Take the entries of the zip file that has come in. UnusableImage: the whole file is left out."""
+        """Take the entries of the zip file that has come in. Raises UnusableImage if the whole file is left out."""
         packed = self.folder / ".zip"
         os.replace(self._incoming, packed)
         try:
@@ -291,7 +307,7 @@ class Upload:
             packed.unlink(missing_ok=True)
 
     def _take_entry(self, archive: zipfile.ZipFile, entry: zipfile.ZipInfo, under: PurePosixPath, drop: int) -> None:
-        """Take an entry, without its first ``drop`` folders. UnusableImage: it is left out."""
+        """Take an entry, without its first ``drop`` folders. Raises UnusableImage if it is left out."""
         parts = path_parts(entry.orig_filename)  # not filename, which ends at a null byte
         if is_skipped(parts):
             return
@@ -345,10 +361,12 @@ class Uploads:
     """The open uploads of a server."""
 
     def __init__(self, roots: Roots):
-        self._roots, self._open, self._lock = roots, dict[str, Upload](), threading.Lock()
+        self._roots = roots
+        self._open: dict[str, Upload] = {}
+        self._lock = threading.Lock()
 
     def begin(self, name: str, size: int) -> Upload:
-        """Begin an upload of ``size`` bytes to a new folder; a UserError if it cannot be."""
+        """Begin an upload of ``size`` bytes to a new folder. Raises UserError if it cannot be."""
         folder = new_folder_name(name)
         with self._lock:
             for each in list(self._open.values()):
@@ -410,5 +428,5 @@ def _check_ratio(size: int, packed: int) -> None:
         raise UnusableImage(f"would unpack to {size // max(1, packed):,} times its size, as no picture does")
 
 
-def _folded(path: PurePosixPath) -> str:
+def _fold_case(path: PurePosixPath) -> str:
     return unicodedata.normalize("NFC", str(path)).casefold()

@@ -35,21 +35,21 @@ def routes() -> list[Route]:
 
 
 def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
-    """Nothing here changes by itself."""
+    """Return none: nothing here changes by itself."""
     return {}
 
 
 @with_form
 def begin(request: Request, form: Form) -> Response:
-    """POST /upload: begin to fill a new folder; ``bytes`` is the size of all files. The answer has the limits of files,
-    so that a page need not send what would be left out."""
+    """Begin to fill a new folder; ``bytes`` is the size of all files. The answer has the limits of files, so that a
+    page need not send what would be left out."""
     upload = request.app.state.uploads.begin(form.get("name", ""), whole_number(form.get("bytes", "")) or 0)
     return JSONResponse({"id": upload.id, "limits": LIMITS})
 
 
 async def receive(request: Request) -> Response:
-    """POST /upload/ID/file?path=PATH&size=BYTES: one file, whose content is the body; a page leaves out the body of a
-    file that is refused for its name or size."""
+    """Receive one file of a path and a size (``?path=PATH&size=BYTES``), whose content is the body; a page leaves out
+    the body of a file that is refused for its name or size."""
     path, size = request.query_params.get("path", ""), whole_number(request.query_params.get("size", "")) or 0
     with _using(request) as upload:
         before, kind = len(upload.left_out), None
@@ -84,7 +84,7 @@ async def _read(request: Request, upload: Upload, kind: str) -> None:
 
 
 async def finish(request: Request) -> Response:
-    """POST /upload/ID/finish: give the folder its name."""
+    """Give the folder its name."""
     with _using(request) as upload:
         before = len(upload.left_out)
         folder = await run_in_threadpool(upload.finish)
@@ -94,7 +94,7 @@ async def finish(request: Request) -> Response:
 
 
 def cancel(request: Request) -> Response:
-    """POST /upload/ID/cancel: remove what has arrived."""
+    """Remove what has arrived."""
     upload = request.app.state.uploads.find(request.path_params["id"])
     if upload is not None:
         request.app.state.uploads.end(upload)
@@ -103,8 +103,8 @@ def cancel(request: Request) -> Response:
 
 @contextmanager
 def _using(request: Request) -> Iterator[Upload]:
-    """The upload that a request names, for this request alone. Whatever fails ends it, such as a full disk, a limit of
-    the whole upload, or a lost connection."""
+    """Hold the upload that a request names, for this request alone. Whatever fails ends it, such as a full disk, a
+    limit of the whole upload, or a lost connection."""
     uploads: Uploads = request.app.state.uploads
     upload = uploads.find(request.path_params["id"])
     if upload is None:
@@ -127,7 +127,7 @@ def _using(request: Request) -> Iterator[Upload]:
 
 
 def folders(request: Request) -> Response:
-    """GET /folders?folder=PATH: one level of the folders in the roots."""
+    """Show one level of the folders in the roots (``?folder=PATH``)."""
     query = request.query_params
     found = list_folders(request.app.state.roots, query.get("folder", ""))
     return render(request, "upload_folders.html", level=found, moved="folder" in query)

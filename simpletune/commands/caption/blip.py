@@ -46,5 +46,5 @@ class Blip(Captioner):
         """Return the tokens after the beginning, whose last token the model dropped."""
         return ids[:, given.shape[1] - 1 :]
 
-    def ends(self) -> set[int]:
+    def end_tokens(self) -> set[int]:
         return {self.model.config.text_config.sep_token_id}

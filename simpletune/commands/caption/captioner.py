@@ -124,15 +124,15 @@ class Captioner(ABC):
         unsampled = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         with quiet():
             ids = self.model.generate(**inputs, max_new_tokens=length, **unsampled)
-        new, ends = self.new_ids(ids, given), self.ends()
-        cut = [not any(int(each) in ends for each in row) and len(row) >= length for row in new]
+        new, end_tokens = self.new_ids(ids, given), self.end_tokens()
+        cut = [not any(int(each) in end_tokens for each in row) and len(row) >= length for row in new]
         return self.tokenizer.batch_decode(new if self.answers else ids, skip_special_tokens=True), cut
 
     def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]
         """Return the generated tokens without the prompt."""
         return ids[:, given.shape[1] :]
 
-    def ends(self) -> set[int]:
+    def end_tokens(self) -> set[int]:
         """Return the tokens that end a caption."""
         end = self.model.generation_config.eos_token_id
         return set(end) if isinstance(end, list) else {end}

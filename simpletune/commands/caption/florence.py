@@ -71,7 +71,7 @@ class Florence(Captioner):
         """Return all tokens but the one that starts the decoder."""
         return ids[:, 1:]
 
-    def ends(self) -> set[int]:
+    def end_tokens(self) -> set[int]:
         """Return the padding token: the end token is also forced at the last position of a caption that is cut off."""
         return {self.tokenizer.pad_token_id}
 

@@ -11,8 +11,8 @@ CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
 def open_onnx(model: Path | bytes, device: str = "auto") -> Any:
-    """Load an ONNX model in onnxruntime, on a card if it can use one and ``device`` is not cpu. ValueError: it cannot
-    be loaded."""
+    """Load an ONNX model in onnxruntime, on a card if it can use one and ``device`` is not cpu. Raises ValueError if it
+    cannot be loaded."""
     import onnxruntime
 
     has_cuda = CUDA in onnxruntime.get_available_providers()

@@ -48,12 +48,11 @@ class Qwen(Captioner):
 
     @classmethod
     def processor_of(cls, place: ModelFolder) -> PilBackend:
-        """As for ``Captioner``: keeps a picture's aspect ratio, rounded to whole patches, within ``MAX_PIXELS``."""
+        """Load the processor, as ``Captioner`` does: it keeps a picture's aspect ratio, rounded to whole patches,
+        within ``MAX_PIXELS``."""
         processor = super().processor_of(place)
         size = processor.size
-        processor.size = {
-            "shortest_edge": size["shortest_edge"], "longest_edge": min(size["longest_edge"], MAX_PIXELS)
-        }  # fmt: skip
+        processor.size = {"shortest_edge": size["shortest_edge"], "longest_edge": min(size["longest_edge"], MAX_PIXELS)}
         return processor
 
     @staticmethod
@@ -67,9 +66,13 @@ class Qwen(Captioner):
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         cached = 2 * text.num_hidden_layers * text.num_key_value_heads * head
         return CaptionerSizes(
-            patches, 4 * inner + 5 * hidden, tokens, 3 * text.intermediate_size + 4 * text.hidden_size, cached,
+            patches,
+            4 * inner + 5 * hidden,
+            tokens,
+            3 * text.intermediate_size + 4 * text.hidden_size,
+            cached,
             text.vocab_size,
-        )  # fmt: skip
+        )
 
     def inputs(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
         """Build a conversation turn for each picture, padded on the left; the image placeholder expands to the
@@ -92,6 +95,9 @@ class Qwen(Captioner):
         ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
         return {
-            "pixel_values": prepared["pixel_values"], "image_grid_thw": grids, "input_ids": ids,
-            "attention_mask": mask, "mm_token_type_ids": (ids == image).int(),
-        }  # fmt: skip
+            "pixel_values": prepared["pixel_values"],
+            "image_grid_thw": grids,
+            "input_ids": ids,
+            "attention_mask": mask,
+            "mm_token_type_ids": (ids == image).int(),
+        }

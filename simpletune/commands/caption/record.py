@@ -38,7 +38,8 @@ class Record:
     """Record file beside the pictures of a data folder."""
 
     def __init__(self, folder: Path):
-        self.folder, self.place = folder, folder / RECORD
+        self.folder = folder
+        self.place = folder / RECORD
         self._made: dict[str, WrittenCaption] = {}
         if not os.path.lexists(self.place):
             return
@@ -59,7 +60,7 @@ class Record:
             if found.keys() == texts.keys() == WrittenCaption.__dataclass_fields__.keys():
                 self._made[texts["file"]] = WrittenCaption(**texts)
 
-    def of(self, caption: CaptionFile) -> WrittenCaption | None:
+    def find(self, caption: CaptionFile) -> WrittenCaption | None:
         """Return the record of a caption; None if a person wrote or edited it, or there is none."""
         made = self._made.get(self._name(caption))
         return made if made is not None and caption.text and made.sha256 == caption.digest else None

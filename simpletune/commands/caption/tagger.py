@@ -146,7 +146,8 @@ class Tagger:
 
     def __init__(self, about: TaggerInfo, choice: TagChoice, device: str):
         require_extra("onnxruntime", "tags", "--model: a tagger needs")
-        self.about, self.choice = about, choice
+        self.about = about
+        self.choice = choice
         try:
             self._session = open_onnx(about.place.folder / MODEL, device)
         except ValueError as error:

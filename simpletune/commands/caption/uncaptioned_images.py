@@ -102,7 +102,7 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
                 work.sharing.append(name)
                 continue
             texts.add(before.file)
-            made = record.of(before)
+            made = record.find(before)
             redo = made is not None and (made.model, made.settings) != (model, settings)
             # An empty file counts as no caption.
             if not before.text or rewrite == "all" or (rewrite == "ours" and redo):

@@ -38,9 +38,12 @@ BF16, NF4 = ("precision.weights=bf16",), ("precision.weights=nf4",)
 PX512, BATCH4 = ("data.resolution=512",), ("train.batch_size=4",)
 STREAMED = ("memory.resident_blocks=0",)
 FULL = (
-    "adapter.method=full", "optimizer.name=adamw8bit", "memory.optimizer_in_backward=true",
-    "train.clip=per_parameter", "train.gradient_accumulation=1",
-)  # fmt: skip
+    "adapter.method=full",
+    "optimizer.name=adamw8bit",
+    "memory.optimizer_in_backward=true",
+    "train.clip=per_parameter",
+    "train.gradient_accumulation=1",
+)
 # Overrides of sd3_medium_lora_r16_int8, the most informative first. The first eight that the card has room for run, so
 # the last ones stand in for larger ones. A run whose overrides change gets another name: files keep the figures.
 RUNS: dict[str, tuple[str, ...]] = {
@@ -104,8 +107,8 @@ class CardFile(Option):
         size = f"-{self.memory_bytes / 2**30:.0f}gib" if self.memory_bytes else ""
         return f"{file_words(self.card)}{size}{'-wsl' if self.system == 'WSL' else ''}.json"
 
-    def is_of(self, other: CardFile) -> bool:
-        """Whether both are of one machine and its versions, as far as a file says."""
+    def is_same_machine(self, other: CardFile) -> bool:
+        """Return whether both are of one machine and its versions, as far as a file says."""
         without = {"core", "date", "runs"}
         return self.model_dump(exclude=without) == other.model_dump(exclude=without)
 
@@ -127,12 +130,8 @@ def read_card_file(file: Path) -> CardFile:
 
 
 def bench(where: str, out: Path | None) -> None:
-    """Measure on this machine's card.
-
-    Args:
-        where: cuda, or cpu: the tiny model, to try the form.
-        out: the file; None: one named after the card, in the current folder.
-    """
+    """Measure on this machine's card (``cuda``), or try the form with the tiny model (``cpu``); write the file ``out``,
+    or one in the current folder that is named after the card."""
     probe = ProbeProcess()
     try:
         measure_runs(Machine(probe), where, out)
@@ -151,7 +150,7 @@ def measure_runs(machine: Machine, where: str, out: Path | None, seconds: float 
     file = out or Path(card.file_name)
     if file.exists():
         earlier = read_card_file(file)
-        if not earlier.is_of(card):
+        if not earlier.is_same_machine(card):
             raise UserError(f"{file} is of another card or other versions. Name another file with --out")
         kept = [run for run in earlier.runs if run.seconds or run.left_out in FINAL]
         card = earlier.model_copy(update={"runs": kept})
@@ -180,7 +179,7 @@ def measure_runs(machine: Machine, where: str, out: Path | None, seconds: float 
 
 
 def describe(machine: Machine, where: str) -> CardFile:
-    """What a file says of the machine: nothing of its user, folders or network.
+    """Describe the machine for a file: nothing of its user, folders or network.
 
     Raises:
         UserError: torch finds no card, or cannot be asked.
@@ -191,8 +190,10 @@ def describe(machine: Machine, where: str) -> CardFile:
             raise UserError(f"doctor --bench: {redact(answer['error'])}. simpletune doctor says more", 1)
     cuda = where == "cuda"
     if cuda and not torch["devices"]:
-        raise UserError("doctor --bench: torch finds no CUDA device; simpletune doctor says why. To try the form "
-                        "with the tiny model on the processor: simpletune doctor --bench cpu")  # fmt: skip
+        raise UserError(
+            "doctor --bench: torch finds no CUDA device; simpletune doctor says why. To try the form "
+            "with the tiny model on the processor: simpletune doctor --bench cpu"
+        )
     device: Json = torch["devices"][0] if cuda else {}
     code, said = (cuda and machine.command(*DRIVER)) or (1, "")
     driver = re.match(r"\d[\d.]{0,39}(?=,)", said) if code == 0 else None
@@ -212,7 +213,7 @@ def describe(machine: Machine, where: str) -> CardFile:
 
 
 def printable_name(name: str) -> str:
-    """A device's name in the characters that a file may have; processors' have (R), (TM) and more."""
+    """Return a device's name in the characters that a file may have; processors' have (R), (TM) and more."""
     return re.sub(r"[^A-Za-z0-9 .,()@/+_-]", " ", name)[:80].strip() or "unknown"
 
 

@@ -32,9 +32,12 @@ from simpletune.system.options import ConfigError, Json
 
 MIB = 2**20
 TINY = (
-    "model.family=sd3", "model.pretrained=demo:tiny-sd3", "model.t5_length=77", "validation.prompts=[]",
+    "model.family=sd3",
+    "model.pretrained=demo:tiny-sd3",
+    "model.t5_length=77",
+    "validation.prompts=[]",
     "data.resolution=64",
-)  # fmt: skip
+)
 WARM_UP, MOST = 2, 10
 ROOM = 1.1  # times the predicted peak must be free: what the allocator rounds, and other programs take meanwhile
 
@@ -63,7 +66,9 @@ class RandomWeights:
     """
 
     def __init__(self, tensors: TensorSource, device: torch.device):
-        self._tensors, self.names, self.device = tensors, tensors.names, device
+        self._tensors = tensors
+        self.names = tensors.names
+        self.device = device
 
     def get(self, name: str) -> Tensor:
         """Create one tensor in fp32 on the device."""
@@ -98,10 +103,10 @@ def random_steps(config: TrainConfig, device: torch.device) -> Iterator[Steps]:
     try:
         yield Steps(step, model, core.optimizer)
     finally:
-        let_go(core.optimizer)
+        free_optimizer(core.optimizer)
 
 
-def let_go(optimizer: torch.optim.Optimizer) -> None:
+def free_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Free the memory of an optimizer's parameters and states. Hooks that update in the backward pass hold both from
     within torch, where Python's collector sees no cycle, and the next model would find the memory taken."""
     for state in optimizer.state.values():
@@ -112,7 +117,7 @@ def let_go(optimizer: torch.optim.Optimizer) -> None:
 
 
 def run_config(overrides: Sequence[str], capability: tuple[int, int] | None) -> TrainConfig:
-    """The configuration of a run; without a card, of the tiny model.
+    """Return the configuration of a run; without a card, of the tiny model.
 
     Raises:
         ConfigError: the card lacks what the run needs.
@@ -157,7 +162,7 @@ def measure(overrides: Sequence[str], where: str, seconds: float, core: float) -
         with random_steps(config, device) as steps:
             if capability:
                 torch.cuda.reset_peak_memory_stats(device)
-            times = _timed(steps.step, device, began + seconds)
+            times = _time_steps(steps.step, device, began + seconds)
     except torch.OutOfMemoryError:
         return found | {"left_out": "out of memory"}
     found |= {"seconds": round(statistics.median(times), 4), "steps": len(times)}
@@ -166,8 +171,8 @@ def measure(overrides: Sequence[str], where: str, seconds: float, core: float) -
     return found
 
 
-def _timed(step: Callable[[], Tensor], device: torch.device, deadline: float) -> list[float]:
-    """Seconds of steps after warm-up: one, and more while another one would end before the deadline."""
+def _time_steps(step: Callable[[], Tensor], device: torch.device, deadline: float) -> list[float]:
+    """Measure the seconds of steps after warm-up: one, and more while another one would end before the deadline."""
     times: list[float] = []
     for number in range(WARM_UP + MOST):
         clock = time.perf_counter()

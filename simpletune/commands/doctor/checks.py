@@ -49,7 +49,7 @@ def python(machine: Machine) -> Iterator[Finding]:
 
 
 def in_wsl(machine: Machine) -> bool:
-    """Whether this is Linux inside Windows."""
+    """Return whether this is Linux inside Windows."""
     name, release = machine.system
     return name == "Linux" and under_wsl(release)
 
@@ -60,17 +60,31 @@ def system(machine: Machine) -> Iterator[Finding]:
     lines = (machine.read("/etc/os-release") or "").splitlines()
     title = next((line.partition("=")[2].strip('"') for line in lines if line.startswith("PRETTY_NAME=")), name)
     if name == "Windows":
-        yield Finding("system", WARNING, f"{name} {release}", "Natively, nobody has tried simpletune on Windows yet",
-                      "Use WSL 2 (docs/how-to/wsl.md), or report what fails (docs/how-to/install.md)")  # fmt: skip
+        yield Finding(
+            "system",
+            WARNING,
+            f"{name} {release}",
+            "Natively, nobody has tried simpletune on Windows yet",
+            "Use WSL 2 (docs/how-to/wsl.md), or report what fails (docs/how-to/install.md)",
+        )
     elif name != "Linux":
-        yield Finding("system", PROBLEM, f"{name} {release}", "simpletune runs on Linux only",
-                      "Rent a machine (docs/tutorials/rented-l4.md)")  # fmt: skip
+        yield Finding(
+            "system",
+            PROBLEM,
+            f"{name} {release}",
+            "simpletune runs on Linux only",
+            "Rent a machine (docs/tutorials/rented-l4.md)",
+        )
     elif in_wsl(machine):
-        yield Finding("system", WARNING, f"{title} in WSL, kernel {release}",
-                      "WSL limits pinned memory, with which offloading hides its copies, and the Windows driver may "
-                      "move device memory to the host instead of reporting that it is full",
-                      "Install the NVIDIA driver in Windows, not in WSL. In its Control Panel, set CUDA - Sysmem "
-                      "Fallback Policy to Prefer No Sysmem Fallback")  # fmt: skip
+        yield Finding(
+            "system",
+            WARNING,
+            f"{title} in WSL, kernel {release}",
+            "WSL limits pinned memory, with which offloading hides its copies, and the Windows driver may "
+            "move device memory to the host instead of reporting that it is full",
+            "Install the NVIDIA driver in Windows, not in WSL. In its Control Panel, set CUDA - Sysmem "
+            "Fallback Policy to Prefer No Sysmem Fallback",
+        )
     else:
         yield Finding("system", OK, f"{title}, kernel {release}")
 
@@ -80,8 +94,13 @@ def memory(machine: Machine) -> Iterator[Finding]:
     lines = re.findall(r"^(\w+):\s+(\d+) kB", machine.read("/proc/meminfo") or "", re.M)
     amounts = {name: int(number) * 1024 for name, number in lines}
     if "MemTotal" not in amounts:
-        yield Finding("host memory", WARNING, "unknown", "It is read from /proc/meminfo, which this system lacks",
-                      f"Look it up elsewhere: {format_bytes(LEAST_MEMORY)} are the least")  # fmt: skip
+        yield Finding(
+            "host memory",
+            WARNING,
+            "unknown",
+            "It is read from /proc/meminfo, which this system lacks",
+            f"Look it up elsewhere: {format_bytes(LEAST_MEMORY)} are the least",
+        )
         return
     total, free = amounts["MemTotal"], amounts.get("MemAvailable", amounts["MemTotal"])
     limits = [text.strip() for text in map(machine.read, LIMITS) if text]
@@ -110,10 +129,13 @@ def pinned_memory(machine: Machine) -> Iterator[Finding]:
         return
     answer = machine.ask("pinned memory")
     if "error" in answer:
-        yield Finding("pinned memory", WARNING, f"{answer['error']}; {shown}",
-                      "Only from pinned memory are blocks in host memory copied while the card computes",
-                      "Raise the limit (`ulimit -l unlimited`, in a container --ulimit memlock=-1) or free host memory",
-                      )  # fmt: skip
+        yield Finding(
+            "pinned memory",
+            WARNING,
+            f"{answer['error']}; {shown}",
+            "Only from pinned memory are blocks in host memory copied while the card computes",
+            "Raise the limit (`ulimit -l unlimited`, in a container --ulimit memlock=-1) or free host memory",
+        )
     else:
         yield Finding("pinned memory", OK, f"{format_bytes(answer['pinned'])} pinned; {shown}")
 
@@ -128,14 +150,29 @@ def disks(machine: Machine) -> Iterator[Finding]:
     for disk, on_it in names.items():
         room, value = free[disk], f"{format_bytes(free[disk])} free for {', '.join(on_it)}"
         if room < LEAST_DISK:
-            yield Finding("disk", PROBLEM, value, "A run could not write its checkpoints and its result",
-                          "Free some space, or set output.runs and output.cache to another disk")  # fmt: skip
+            yield Finding(
+                "disk",
+                PROBLEM,
+                value,
+                "A run could not write its checkpoints and its result",
+                "Free some space, or set output.runs and output.cache to another disk",
+            )
         elif "hub cache" in on_it and room < MODEL:
-            yield Finding("disk", WARNING, value, f"SD3 Medium's download takes {format_bytes(MODEL)}",
-                          "Set HF_HOME to a larger disk, or leave T5 out: model.t5=false (saves 8.9 GiB)")  # fmt: skip
+            yield Finding(
+                "disk",
+                WARNING,
+                value,
+                f"SD3 Medium's download takes {format_bytes(MODEL)}",
+                "Set HF_HOME to a larger disk, or leave T5 out: model.t5=false (saves 8.9 GiB)",
+            )
         else:
-            yield Finding("disk", WARNING if room < LITTLE_DISK else OK, value, "A full run's checkpoints take GiB",
-                          "Free some space; `simpletune estimate CONFIG` shows what a run writes")  # fmt: skip
+            yield Finding(
+                "disk",
+                WARNING if room < LITTLE_DISK else OK,
+                value,
+                "A full run's checkpoints take GiB",
+                "Free some space; `simpletune estimate CONFIG` shows what a run writes",
+            )
 
 
 def windows_files(machine: Machine) -> Iterator[Finding]:
@@ -151,9 +188,13 @@ def windows_files(machine: Machine) -> Iterator[Finding]:
         if kinds.get(mount) in WINDOWS_FILES:
             found.setdefault(mount, []).append(name)
     for mount, names in found.items():
-        yield Finding("Windows disk", WARNING, f"{mount}, for {', '.join(names)}",
-                      "WSL reaches it through a file server, which is much slower than its own disk",
-                      "Work in a folder of Linux, such as ~/simpletune, and keep pictures there, too")  # fmt: skip
+        yield Finding(
+            "Windows disk",
+            WARNING,
+            f"{mount}, for {', '.join(names)}",
+            "WSL reaches it through a file server, which is much slower than its own disk",
+            "Work in a folder of Linux, such as ~/simpletune, and keep pictures there, too",
+        )
 
 
 def folders(machine: Machine) -> Iterator[Finding]:
@@ -164,9 +205,14 @@ def folders(machine: Machine) -> Iterator[Finding]:
         except OSError as error:
             refused[name] = f"{folder}: {error.strerror or type(error).__name__}"
     for name, reason in refused.items():
-        yield Finding(f"folder for {name}", PROBLEM, reason, "simpletune writes to it",
-                      "Give this user write permission, or choose another folder: output.runs, output.profiles, "
-                      "output.cache, or HF_HOME for the hub cache")  # fmt: skip
+        yield Finding(
+            f"folder for {name}",
+            PROBLEM,
+            reason,
+            "simpletune writes to it",
+            "Give this user write permission, or choose another folder: output.runs, output.profiles, "
+            "output.cache, or HF_HOME for the hub cache",
+        )
     if not refused:
         yield Finding("folders", OK, f"{', '.join(machine.folders)} can be written to")
 
@@ -176,22 +222,40 @@ def environment(machine: Machine) -> Iterator[Finding]:
     given = machine.environment
     for name in (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"):
         if name in given and "expandable_segments:true" not in given[name].lower().replace(" ", ""):
-            yield Finding("allocator", WARNING, f"{name}={given[name]}",
-                          "Without expandable segments, memory fragments when picture shapes alternate",
-                          f"Unset {name}, or add {EXPANDABLE} to it")  # fmt: skip
+            yield Finding(
+                "allocator",
+                WARNING,
+                f"{name}={given[name]}",
+                "Without expandable segments, memory fragments when picture shapes alternate",
+                f"Unset {name}, or add {EXPANDABLE} to it",
+            )
     if EXPANDABLE in given.get(ALLOCATOR, "") and FIXED in machine.ask("torch").get("allocator", ""):
-        yield Finding("allocator", WARNING, "expandable segments fail, so runs allocate fixed ones",
-                      "Without expandable segments, memory fragments when picture shapes alternate",
-                      "Update the NVIDIA driver in Windows")  # fmt: skip
+        yield Finding(
+            "allocator",
+            WARNING,
+            "expandable segments fail, so runs allocate fixed ones",
+            "Without expandable segments, memory fragments when picture shapes alternate",
+            "Update the NVIDIA driver in Windows",
+        )
     visible = given.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and (not visible.strip() or visible.strip() == "-1"):
-        yield Finding("visible cards", PROBLEM, f"CUDA_VISIBLE_DEVICES={visible}", "It hides every card from torch",
-                      "Unset it, or set it to a number from `nvidia-smi -L`")  # fmt: skip
+        yield Finding(
+            "visible cards",
+            PROBLEM,
+            f"CUDA_VISIBLE_DEVICES={visible}",
+            "It hides every card from torch",
+            "Unset it, or set it to a number from `nvidia-smi -L`",
+        )
     elif visible is not None:
         yield Finding("visible cards", OK, f"CUDA_VISIBLE_DEVICES={visible}")
     if given.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-        yield Finding("launches", WARNING, "CUDA_LAUNCH_BLOCKING is set", "The host waits for every kernel",
-                      "Unset CUDA_LAUNCH_BLOCKING")  # fmt: skip
+        yield Finding(
+            "launches",
+            WARNING,
+            "CUDA_LAUNCH_BLOCKING is set",
+            "The host waits for every kernel",
+            "Unset CUDA_LAUNCH_BLOCKING",
+        )
 
 
 def notification(machine: Machine) -> Iterator[Finding]:
@@ -217,14 +281,20 @@ def port(machine: Machine) -> Iterator[Finding]:
     """Check whether the default port of ``simpletune serve`` is free."""
     text = machine.environment.get("AIP_HTTP_PORT") or "8000"
     if not text.isdecimal() or int(text) > 65535:
-        yield Finding("port of serve", WARNING, f"AIP_HTTP_PORT={text}", "It is not a port from 0 to 65535",
-                      "Unset AIP_HTTP_PORT")  # fmt: skip
+        yield Finding(
+            "port of serve", WARNING, f"AIP_HTTP_PORT={text}", "It is not a port from 0 to 65535", "Unset AIP_HTTP_PORT"
+        )
         return
     try:
         machine.require_port(int(text))
     except OSError as error:
-        yield Finding("port of serve", WARNING, f"{text}: {error.strerror}", "`simpletune serve` listens on it",
-                      "Stop what uses it, or choose another one: simpletune serve --port 0")  # fmt: skip
+        yield Finding(
+            "port of serve",
+            WARNING,
+            f"{text}: {error.strerror}",
+            "`simpletune serve` listens on it",
+            "Stop what uses it, or choose another one: simpletune serve --port 0",
+        )
     else:
         yield Finding("port of serve", OK, f"{text} is free")
 
@@ -236,23 +306,37 @@ def driver(machine: Machine) -> Iterator[Finding]:
         yield Finding("driver", OK, "its version is unknown without nvidia-smi; torch reaches the card")
         return
     if answer is None:
-        yield Finding("driver", WARNING, "nvidia-smi was not found", "Without NVIDIA's driver, only the CPU trains",
-                      "If this machine has an NVIDIA card, install its driver (Ubuntu: sudo apt install "
-                      "nvidia-driver-580, then reboot)")  # fmt: skip
+        yield Finding(
+            "driver",
+            WARNING,
+            "nvidia-smi was not found",
+            "Without NVIDIA's driver, only the CPU trains",
+            "If this machine has an NVIDIA card, install its driver (Ubuntu: sudo apt install "
+            "nvidia-driver-580, then reboot)",
+        )
         return
     code, text = answer
     version = text.split(",")[0].strip()
     if code or not version[:1].isdigit():
         reason = (text.splitlines() or ["no output"])[0]
-        yield Finding("driver", PROBLEM, f"nvidia-smi fails: {reason}", "Torch cannot use the card either",
-                      "Install the driver again, and reboot: its kernel module may be of another version")  # fmt: skip
+        yield Finding(
+            "driver",
+            PROBLEM,
+            f"nvidia-smi fails: {reason}",
+            "Torch cannot use the card either",
+            "Install the driver again, and reboot: its kernel module may be of another version",
+        )
         return
     cuda = str(machine.ask("torch").get("cuda") or "")
     needed = DRIVERS.get(int(cuda.partition(".")[0] or 0))
     if needed and int(version.partition(".")[0]) < needed:
-        yield Finding("driver", PROBLEM, f"{version}, for CUDA {cuda} of torch",
-                      f"Torch builds for CUDA {cuda.partition('.')[0]} need driver {needed} or newer",
-                      f"Update the driver. Or: {OTHER_BUILD}")  # fmt: skip
+        yield Finding(
+            "driver",
+            PROBLEM,
+            f"{version}, for CUDA {cuda} of torch",
+            f"Torch builds for CUDA {cuda.partition('.')[0]} need driver {needed} or newer",
+            f"Update the driver. Or: {OTHER_BUILD}",
+        )
     else:
         yield Finding("driver", OK, version)
 
@@ -261,8 +345,13 @@ def torch(machine: Machine) -> Iterator[Finding]:
     """Check whether torch imports and can use the card that the driver shows."""
     found, answer = machine.ask("torch"), machine.command(*DRIVER)
     if "error" in found:
-        yield Finding("torch", PROBLEM, found["error"], "Nothing runs without torch",
-                      "Install it again: rm -r .venv, then ./train.sh")  # fmt: skip
+        yield Finding(
+            "torch",
+            PROBLEM,
+            found["error"],
+            "Nothing runs without torch",
+            "Install it again: rm -r .venv, then ./train.sh",
+        )
         return
     value = f"{found['version']}, built for " + (f"CUDA {found['cuda']}" if found["cuda"] else "the CPU")
     has_card = answer is not None and answer[0] == 0
@@ -270,8 +359,13 @@ def torch(machine: Machine) -> Iterator[Finding]:
         card = answer[1].splitlines()[0].partition(",")[2].strip() if answer else ""
         yield Finding("torch", PROBLEM, value, f"This build cannot use the {card}", OTHER_BUILD)
     elif found["refused"] and (has_card or found["devices"]):
-        yield Finding("torch", PROBLEM, f"{value}, for {', '.join(found['architectures']) or 'no card'}",
-                      f"simpletune train refuses this card: {found['refused']}", OTHER_BUILD)  # fmt: skip
+        yield Finding(
+            "torch",
+            PROBLEM,
+            f"{value}, for {', '.join(found['architectures']) or 'no card'}",
+            f"simpletune train refuses this card: {found['refused']}",
+            OTHER_BUILD,
+        )
     else:
         built = f", for {', '.join(found['architectures'])}" if found["architectures"] else ""
         yield Finding("torch", OK, value + built)
@@ -281,9 +375,13 @@ def card(machine: Machine) -> Iterator[Finding]:
     """Check which card there is, how much of its memory is free, and which programs use it."""
     devices = machine.ask("torch").get("devices") or []
     if not devices:
-        yield Finding("card", WARNING, "torch finds none", "Training SD3 on the CPU takes seconds to minutes per step",
-                      "The demo and all predictions work without one; see driver and torch above if there is a card",
-                      )  # fmt: skip
+        yield Finding(
+            "card",
+            WARNING,
+            "torch finds none",
+            "Training SD3 on the CPU takes seconds to minutes per step",
+            "The demo and all predictions work without one; see driver and torch above if there is a card",
+        )
         return
     first = devices[0]
     free, total = first["free"], first["total"]
@@ -297,8 +395,13 @@ def card(machine: Machine) -> Iterator[Finding]:
     rows = [line.split(", ") for line in answer[1].splitlines()] if answer and answer[0] == 0 else []
     # programs without their paths
     users = "; ".join(f"{row[1].rpartition('/')[2]} (process {row[0]}, {row[2]})" for row in rows if len(row) == 3)
-    yield Finding("card", WARNING, value, f"Other programs use it: {users or 'nvidia-smi names none'}",
-                  "End them, or leave room for them: simpletune estimate CONFIG --reserve GIB")  # fmt: skip
+    yield Finding(
+        "card",
+        WARNING,
+        value,
+        f"Other programs use it: {users or 'nvidia-smi names none'}",
+        "End them, or leave room for them: simpletune estimate CONFIG --reserve GIB",
+    )
 
 
 def bf16(machine: Machine) -> Iterator[Finding]:
@@ -336,8 +439,13 @@ def bitsandbytes(machine: Machine) -> Iterator[Finding]:
 def quanto(machine: Machine) -> Iterator[Finding]:
     answer = machine.ask("optimum-quanto")
     if "error" in answer:
-        yield Finding("optimum-quanto", PROBLEM, answer["error"], "precision.weights=int8-quanto needs it",
-                      "Install it again, or use precision.weights=int8, which needs nothing")  # fmt: skip
+        yield Finding(
+            "optimum-quanto",
+            PROBLEM,
+            answer["error"],
+            "precision.weights=int8-quanto needs it",
+            "Install it again, or use precision.weights=int8, which needs nothing",
+        )
     else:
         yield Finding("optimum-quanto", OK, answer["version"])
 
@@ -353,10 +461,14 @@ def compiler(machine: Machine) -> Iterator[Finding]:
     if lacks:
         level = WARNING if has_card else OK
         value = f"{' and '.join(lacks)} not found" + ("" if has_card else "; a card needs it")
-        yield Finding("compiler", level, value,
-                      "Triton compiles with it: without, precision.products=int8 multiplies with dequantised weights "
-                      "instead, and speed.compile does not work",
-                      f"sudo apt install gcc python{version}-dev")  # fmt: skip
+        yield Finding(
+            "compiler",
+            level,
+            value,
+            "Triton compiles with it: without, precision.products=int8 multiplies with dequantised weights "
+            "instead, and speed.compile does not work",
+            f"sudo apt install gcc python{version}-dev",
+        )
     else:
         name = re.sub(r".*/", "", found[0])
         yield Finding("compiler", OK, f"{name} and Python.h found")
@@ -369,8 +481,13 @@ def int8_products(machine: Machine) -> Iterator[Finding]:
     answer = machine.ask("int8 products")
     reason = answer.get("error") or answer["why_not"]
     if reason:
-        yield Finding("int8 products", WARNING, reason, "precision.products=int8 multiplies with dequantised weights",
-                      "Leave precision.products at dequantised, or fix the compiler (above)")  # fmt: skip
+        yield Finding(
+            "int8 products",
+            WARNING,
+            reason,
+            "precision.products=int8 multiplies with dequantised weights",
+            "Leave precision.products at dequantised, or fix the compiler (above)",
+        )
     else:
         yield Finding("int8 products", OK, f"they work; Triton {answer['triton']}")
 
@@ -380,8 +497,13 @@ def steps(machine: Machine, weights: str, count: int) -> Iterator[Finding]:
     name = f"{plural(count, 'step')}, {weights} weights"
     answer = machine.ask(f"steps {weights} {count}")
     if "error" in answer:
-        yield Finding(name, PROBLEM, answer["error"], f"Training with precision.weights={weights} fails here",
-                      "See the checks above; report it with this file attached")  # fmt: skip
+        yield Finding(
+            name,
+            PROBLEM,
+            answer["error"],
+            f"Training with precision.weights={weights} fails here",
+            "See the checks above; report it with this file attached",
+        )
         return
     losses = answer["losses"]
     value = (

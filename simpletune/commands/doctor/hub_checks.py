@@ -20,9 +20,13 @@ def login(machine: Machine) -> Iterator[Finding]:
     from huggingface_hub import get_token
 
     if get_token() is None:
-        yield Finding("hub login", WARNING, "no token",
-                      "The hub only lets accounts that accepted its licence download SD3 Medium",
-                      f"{login_words()}. Local folders and files, SDXL, SD 1.5 and 2 need none")  # fmt: skip
+        yield Finding(
+            "hub login",
+            WARNING,
+            "no token",
+            "The hub only lets accounts that accepted its licence download SD3 Medium",
+            f"{login_words()}. Local folders and files, SDXL, SD 1.5 and 2 need none",
+        )
     else:
         yield Finding(
             "hub login", OK, "HF_TOKEN is set" if machine.environment.get("HF_TOKEN") else "a token is stored"

@@ -45,7 +45,7 @@ class Finding:
 
 
 def written_folders() -> dict[str, Path]:
-    """The folders that simpletune writes to by default, by name."""
+    """Return the folders that simpletune writes to by default, by name."""
     from huggingface_hub import constants
 
     from simpletune.config.output import Output
@@ -94,7 +94,7 @@ class Machine:
         return shutil.which(name)
 
     def locked_limit(self) -> int | None:
-        """``ulimit -l`` in bytes; None: unlimited."""
+        """Return ``ulimit -l`` in bytes; None if unlimited."""
         return locked_memory_limit()
 
     def free(self, folder: Path) -> tuple[int, int]:

@@ -33,7 +33,8 @@ class ProbeProcess:
     """Child process that answers questions; started at the first question, and again after it has died."""
 
     def __init__(self, command: tuple[str, ...] = COMMAND, seconds: float = SECONDS):
-        self.command, self.seconds = command, seconds
+        self.command = command
+        self.seconds = seconds
         self._answers: dict[str, Json] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] = tempfile.TemporaryFile()
@@ -65,17 +66,17 @@ class ProbeProcess:
             self._process.stdin.write(f"{question}\n".encode())
             self._process.stdin.flush()
         except OSError:  # a broken pipe; on Windows it is an invalid argument
-            return self._ended()
+            return self._describe_end()
         deadline = time.monotonic() + self.seconds
         with suppress(queue.Empty):
             while line := self._lines.get(timeout=max(0.0, deadline - time.monotonic())):
                 if line.startswith(MARK.encode()) and line.endswith(b"\n"):
                     return json.loads(line[len(MARK) :])
-            return self._ended()
+            return self._describe_end()
         self.close()
         return {"error": f"no answer within {self.seconds:.0f} s"}
 
-    def _ended(self) -> Json:
+    def _describe_end(self) -> Json:
         """Describe how the child ended, with its last line of output."""
         assert self._process is not None
         code = self._process.wait()
@@ -95,7 +96,7 @@ def _read(stream: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
 
 
 def torch_facts() -> Json:
-    """Torch's version and the devices that it sees."""
+    """Return torch's version and the devices that it sees."""
     import torch
 
     from simpletune.system.devices import ALLOCATOR, choose_device
@@ -113,13 +114,17 @@ def torch_facts() -> Json:
         devices.append({"name": name, "capability": capability, "free": free, "total": total})
     cuda, built = torch.version.cuda, torch.cuda.get_arch_list()
     return {
-        "version": torch.__version__, "cuda": cuda, "architectures": built, "devices": devices, "refused": refused,
+        "version": torch.__version__,
+        "cuda": cuda,
+        "architectures": built,
+        "devices": devices,
+        "refused": refused,
         "allocator": os.environ.get(ALLOCATOR, ""),  # choose_device may have changed it
-    }  # fmt: skip
+    }
 
 
 def bitsandbytes_facts() -> Json:
-    """Which library bitsandbytes has loaded."""
+    """Return which library bitsandbytes has loaded."""
     from bitsandbytes.cextension import lib
 
     error = vars(lib).get("formatted_error")  # class of the stand-in for a library that does not load
@@ -140,7 +145,7 @@ def pinned_facts() -> Json:
 
 
 def int8_facts() -> Json:
-    """Why the card cannot multiply in int8, or None."""
+    """Return why the card cannot multiply in int8, or None."""
     import torch
 
     from simpletune.engine.quant.int8_products import why_not
@@ -150,7 +155,7 @@ def int8_facts() -> Json:
 
 
 def core_facts() -> Json:
-    """The processor, and the seconds by which its cores compare."""
+    """Return the processor, and the seconds by which its cores compare."""
     from simpletune.estimate.timing.host_probes import core_seconds
     from simpletune.system.environment import cpu_name
 

@@ -1,4 +1,4 @@
-"""Embed drawn and real pictures with one encoder at a time; every embedding is stored as soon as it is computed.
+"""Embed generated and real pictures with one encoder at a time; every embedding is stored as soon as it is computed.
 
 Shapes: n pictures, d width of an embedding.
 """
@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from simpletune.commands.evaluate.encoders import EncoderInfo
-from simpletune.commands.evaluate.gallery_images import Gallery
+from simpletune.commands.evaluate.missing_images import Gallery
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan
 from simpletune.commands.evaluate.scores import Array
 from simpletune.data.sources.image_files import decode_image

@@ -81,7 +81,8 @@ class ImageEncoder(ABC):
         import transformers
 
         kind = getattr(transformers, self.classes[0])
-        self.about, self.device = about, device
+        self.about = about
+        self.device = device
         self.model: PreTrainedModel = about.place.model(kind, torch.float32, **self.options).to(device)
 
     @classmethod
@@ -111,13 +112,13 @@ class ImageEncoder(ABC):
 
     @torch.no_grad()
     def embed_images(self, images: Sequence[Image.Image]) -> Tensor:  # [n, d], fp32 on the CPU
-        """Embed pictures; a ``UserError`` says that an embedding is not finite."""
+        """Embed pictures. Raises UserError if an embedding is not finite."""
         # One at a time: in a batch the last bits of an embedding would depend on its neighbours.
         return self._finite([self.embed(self.pixels([image]).to(self.device)) for image in images])
 
     @torch.no_grad()
     def embed_texts(self, prompts: Sequence[str]) -> Tensor:  # [n, d], fp32 on the CPU
-        """Embed prompts, one at a time, too; a ``UserError`` also says that the encoder reads pictures only."""
+        """Embed prompts. Raises UserError if the encoder reads pictures only, or an embedding is not finite."""
         return self._finite([self.embed_prompts([prompt]) for prompt in prompts])
 
     def _finite(self, parts: Sequence[Tensor]) -> Tensor:
@@ -248,8 +249,12 @@ class Siglip(Clip):
 
 
 KINDS: dict[str, type[ImageEncoder]] = {
-    "vit": Dino, "dinov2": Dino2, "dinov2_with_registers": Dino2, "clip": Clip, "siglip": Siglip,
-}  # fmt: skip
+    "vit": Dino,
+    "dinov2": Dino2,
+    "dinov2_with_registers": Dino2,
+    "clip": Clip,
+    "siglip": Siglip,
+}
 """The class of each ``model_type`` in a config.json. SigLIP 2 at a fixed size has SigLIP's type."""
 
 

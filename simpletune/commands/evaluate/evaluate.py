@@ -1,4 +1,4 @@
-"""``simpletune evaluate``: draw with every checkpoint from the same noise, embed, score, write the table."""
+"""``simpletune evaluate``: generate with every checkpoint from the same noise, embed, score, write the table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from simpletune import __version__
 from simpletune.commands.evaluate.embed import embed
 from simpletune.commands.evaluate.encoders import EncoderInfo, find_encoder
-from simpletune.commands.evaluate.evaluation_estimate import estimate_stages
-from simpletune.commands.evaluate.gallery_images import FOLDER, IMAGES, Gallery, generate_missing
 from simpletune.commands.evaluate.measure import measure
+from simpletune.commands.evaluate.missing_images import FOLDER, IMAGES, Gallery, generate_missing
 from simpletune.commands.evaluate.plan import FIRST_SEED, EvaluationPlan, evaluated_weights, real_images, shots_of
+from simpletune.commands.evaluate.predict_stages import estimate_stages
 from simpletune.commands.evaluate.prompt_sets import find_prompts, subject_words
 from simpletune.commands.generate.generate import image_size
 from simpletune.commands.generate.session import GenerationSession, given_arguments, open_session
@@ -32,14 +32,19 @@ from simpletune.system.options import Json, UserError, plural
 VERSION = 1
 SUBJECT, PROMPT = "subject_fidelity", "prompt_fidelity"
 COLUMNS = (
-    (SUBJECT, "subject"), (PROMPT, "prompt"), ("diversity", "diversity"), ("pres", "PRES"), ("copying", "copied"),
-    ("cmmd", "CMMD"), ("kid", "KID"),
-)  # fmt: skip
+    (SUBJECT, "subject"),
+    (PROMPT, "prompt"),
+    ("diversity", "diversity"),
+    ("pres", "PRES"),
+    ("copying", "copied"),
+    ("cmmd", "CMMD"),
+    ("kid", "KID"),
+)
 """Scores in the table, with their headings."""
 
 
 def evaluate(args: argparse.Namespace) -> Path:
-    """Evaluate a run; continues from what an interrupted call has drawn and embedded."""
+    """Evaluate a run; continues from what an interrupted call has generated and embedded."""
     args.run = find_whole_run(str(args.evaluated), "all checkpoints of a run are evaluated together")
     encoders = encoders_of(run_config(args.run).is_demo, args.encoders)
     args.runs = args.model = args.no_t5 = None
@@ -104,9 +109,14 @@ def plan_of(session: GenerationSession, args: argparse.Namespace) -> EvaluationP
     width, height = image_size(config, args)
     asked, negative = given_arguments(args, "steps", "guidance"), config.model.text.steered_from(option.negative_prompt)
     first = ImageRequest(
-        "", FIRST_SEED if args.seed is None else args.seed, negative, width, height,
-        asked.get("steps", option.steps), asked.get("guidance", option.guidance),
-    )  # fmt: skip
+        "",
+        FIRST_SEED if args.seed is None else args.seed,
+        negative,
+        width,
+        height,
+        asked.get("steps", option.steps),
+        asked.get("guidance", option.guidance),
+    )
     shots = shots_of(first, prompts.prompts, args.seeds)
     return EvaluationPlan(
         session, tuple(evaluated_weights(args.run, args.strengths)), prompts, tuple(shots), tuple(real), everything
@@ -118,36 +128,55 @@ def evaluation_record(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], gal
     session, first = plan.session, plan.shots[0].request
     known = [
         {
-            "title": about.title, "name": about.name, "kind": about.kind.name, "digest": about.digest,
-            "parameters": about.parameters, "reads_prompts": about.kind.reads_prompts,
+            "title": about.title,
+            "name": about.name,
+            "kind": about.kind.name,
+            "digest": about.digest,
+            "parameters": about.parameters,
+            "reads_prompts": about.kind.reads_prompts,
             "preprocessing": about.kind.about_preprocessing,
         }
         for about in encoders
-    ]  # fmt: skip
+    ]
     own = [number for number, shot in enumerate(plan.shots) if not shot.of_class]
-    generated = {point: [f"{FOLDER}/{IMAGES}/{gallery.file(plan.keys[point, plan.shots[n]]).name}" for n in own]
-             for point in plan.points}  # fmt: skip
+    generated = {
+        point: [f"{FOLDER}/{IMAGES}/{gallery.file(plan.keys[point, plan.shots[n]]).name}" for n in own]
+        for point in plan.points
+    }
     return {
-        "version": VERSION, "simpletune": __version__,
+        "version": VERSION,
+        "simpletune": __version__,
         "prompts": {
-            "slice": plan.prompts.name, "n": len(plan.prompts.prompts), "seeds": len(own) // len(plan.prompts.prompts),
+            "slice": plan.prompts.name,
+            "n": len(plan.prompts.prompts),
+            "seeds": len(own) // len(plan.prompts.prompts),
             "texts": [prompt.text for prompt in plan.prompts.prompts],
             "scored": [prompt.scored for prompt in plan.prompts.prompts],
         },
         "drawing": {
-            "width": first.width, "height": first.height, "steps": first.steps, "guidance": first.guidance,
-            "first_seed": first.seed, "precision": session.config.precision.weights, "device": session.reason,
+            "width": first.width,
+            "height": first.height,
+            "steps": first.steps,
+            "guidance": first.guidance,
+            "first_seed": first.seed,
+            "precision": session.config.precision.weights,
+            "device": session.reason,
             **session.speed.lossy(),
         },
         "real": {"pictures": len(plan.real), "of": plan.all_real},
         "encoders": known,
         "main": main_encoders(known),
         "points": [
-            {"title": point.title, "name": point.name(session.run), "step": point.step, "strength": point.strength,
-             "pictures": generated[point]}
+            {
+                "title": point.title,
+                "name": point.name(session.run),
+                "step": point.step,
+                "strength": point.strength,
+                "pictures": generated[point],
+            }
             for point in plan.points
         ],
-    }  # fmt: skip
+    }
 
 
 def main_encoders(encoders: Sequence[Json]) -> dict[str, str | None]:

@@ -12,7 +12,7 @@ import numpy as np
 from simpletune.commands.evaluate import scores
 from simpletune.commands.evaluate.embed import ImageEmbeddings
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan
-from simpletune.commands.evaluate.scores import Array, mean_over_prompts, over_sets
+from simpletune.commands.evaluate.scores import Array, jackknife, mean_over_prompts
 from simpletune.system.options import Json
 
 ByPrompt = dict[int, float]
@@ -22,7 +22,7 @@ Scores = dict[str, dict[str, Json]]
 
 
 SETS: Mapping[str, Callable[[Array, Array], float]] = {"cmmd": scores.cmmd, "kid": scores.kid}
-"""Distances between the sets of drawn and real pictures."""
+"""Distances between the sets of generated and real pictures."""
 
 
 def measure(plan: EvaluationPlan, embedded: Sequence[ImageEmbeddings]) -> dict[EvaluatedWeights, Scores]:
@@ -42,13 +42,13 @@ def measure(plan: EvaluationPlan, embedded: Sequence[ImageEmbeddings]) -> dict[E
                     entry["from_base"] = mean_over_prompts(paired).as_json()
                 found[point].setdefault(score, {})[one.about.title] = entry
             for score, statistic in SETS.items():
-                value = of_sets(plan, one, point, statistic)
+                value = set_distance(plan, one, point, statistic)
                 if value is not None:
                     found[point].setdefault(score, {})[one.about.title] = value
     return found
 
 
-def means_of(plan: EvaluationPlan, one: ImageEmbeddings, drawn: Array) -> dict[str, tuple[ByPrompt, int]]:
+def means_of(plan: EvaluationPlan, one: ImageEmbeddings, generated: Array) -> dict[str, tuple[ByPrompt, int]]:
     """Compute the scores that are means over pictures from a point's embeddings [n, d]: by prompt, with the number of
     pictures."""
 
@@ -57,37 +57,37 @@ def means_of(plan: EvaluationPlan, one: ImageEmbeddings, drawn: Array) -> dict[s
 
     rows, of_class = rows_by_prompt(plan, of_class=False), rows_by_prompt(plan, of_class=True)
     about_subject = {number: rows[number] for number in subject_prompts(plan)}
-    fidelity = scores.subject_fidelity(drawn, one.real)
+    fidelity = scores.subject_fidelity(generated, one.real)
     found = {"subject_fidelity": by_prompt(fidelity, about_subject)}
     if one.prompts is not None:
         asked = one.prompts[[shot.prompt for shot in plan.shots]]
-        found["prompt_fidelity"] = by_prompt(scores.prompt_fidelity(drawn, asked), rows)
+        found["prompt_fidelity"] = by_prompt(scores.prompt_fidelity(generated, asked), rows)
     if all(len(own) > 1 for own in rows.values()):
-        varied = {number: scores.diversity(drawn[own]) for number, own in rows.items()}
+        varied = {number: scores.diversity(generated[own]) for number, own in rows.items()}
         found["diversity"] = varied, sum(map(len, rows.values()))
     if of_class:
         found["pres"] = by_prompt(fidelity, of_class)
-    found["nearest"] = by_prompt(scores.nearest(drawn, one.real), about_subject)
+    found["nearest"] = by_prompt(scores.nearest_similarity(generated, one.real), about_subject)
     if len(one.real) > 1:
-        found["copying"] = by_prompt(scores.find_copies(drawn, one.real), about_subject)
+        found["copying"] = by_prompt(scores.find_copies(generated, one.real), about_subject)
     return found
 
 
-def of_sets(
+def set_distance(
     plan: EvaluationPlan, one: ImageEmbeddings, point: EvaluatedWeights, statistic: Callable[[Array, Array], float]
 ) -> Json | None:
     """Compute the distance of a point's pictures of the subject from the real ones; None for fewer than 2 of either."""
     rows = rows_by_prompt(plan, of_class=False)
-    prompts, drawn = subject_prompts(plan), one.generated[point]
+    prompts, generated = subject_prompts(plan), one.generated[point]
     count = sum(len(rows[number]) for number in prompts)
     smallest = count - max(len(rows[number]) for number in prompts)  # with one prompt left out, as for the interval
     if min(count, len(one.real)) < 2:
         return None
 
     def distance(chosen: Sequence[int]) -> float:
-        return statistic(drawn[np.concatenate([rows[prompts[each]] for each in chosen])], one.real)
+        return statistic(generated[np.concatenate([rows[prompts[each]] for each in chosen])], one.real)
 
-    measured = over_sets(distance, len(prompts), interval=smallest > 1)
+    measured = jackknife(distance, len(prompts), interval=smallest > 1)
     return {**measured.as_json(), "n": count, "prompts": len(prompts)}
 
 

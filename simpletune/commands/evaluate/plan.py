@@ -1,4 +1,4 @@
-"""Plan what an evaluation draws and compares: points, requests, real pictures, and the key of every picture."""
+"""Plan what an evaluation generates and compares: points, requests, real pictures, and the key of every picture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EvaluatedWeights:
 
     step: int | None  # step of the checkpoint; None for the base
     strength: float | None  # LoRA strength; None for the base and for full models
-    weights: Weights  # weights to draw with
+    weights: Weights  # weights to generate with
 
     @property
     def title(self) -> str:
@@ -52,9 +52,9 @@ class EvaluatedWeights:
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture that every point draws."""
+    """One picture that every point generates."""
 
-    request: ImageRequest  # what to draw
+    request: ImageRequest  # what to generate
     prompt: int  # index of its prompt
     of_class: bool = False  # whether it shows another member of the class, for PRES
 
@@ -66,12 +66,12 @@ class EvaluationPlan:
     session: GenerationSession  # configuration, device and speed
     points: tuple[EvaluatedWeights, ...]  # points to evaluate, the base first
     prompts: PromptSet  # prompts with the name of their slice
-    shots: tuple[Shot, ...]  # pictures to draw, the same for every point
+    shots: tuple[Shot, ...]  # pictures to generate, the same for every point
     real: tuple[SourceImage, ...]  # training pictures to compare with
     all_real: int  # total number of training pictures
 
     def groups(self) -> list[list[Shot]]:
-        """Group the shots that are drawn together; the same groups in every call, whatever is left to draw."""
+        """Group the shots that are generated together; the same groups in every call, whatever is left to generate."""
         size = self.session.speed.batch_size
         return [list(self.shots[first : first + size]) for first in range(0, len(self.shots), size)]
 
@@ -83,9 +83,11 @@ class EvaluationPlan:
         if not model.get("inpainting"):  # keeps the names from before there was this field
             model.pop("inpainting", None)
         common = {
-            "model": model, "objective": config.objective.model_dump(mode="json"),
-            "speed": asdict(self.session.speed), "device": self.session.device.type,
-        }  # fmt: skip
+            "model": model,
+            "objective": config.objective.model_dump(mode="json"),
+            "speed": asdict(self.session.speed),
+            "device": self.session.device.type,
+        }
         keys = {}
         for point in self.points:
             precision = precision_of(config, point.weights).model_dump(mode="json")

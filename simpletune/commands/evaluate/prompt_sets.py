@@ -1,8 +1,8 @@
 """Prompts of an evaluation: built-in slices, a file, or the run's own. Imports no torch.
 
 A template has ``{token}``, the rare word that training taught, and ``{class}``, the common word for what it is: "a
-{token} {class} in the snow". A picture is drawn from the prompt with both, and scored by the prompt without the token,
-because no encoder knows it.
+{token} {class} in the snow". A picture is generated from the prompt with both, and scored by the prompt without the
+token, because no encoder knows it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DEMO_PROMPTS, MOST_CAPTIONS = 12, 16
 class Prompt:
     """One prompt."""
 
-    text: str  # prompt to draw
+    text: str  # prompt to generate from
     scored: str  # prompt to compare pictures with, without the rare token
 
     @property
@@ -97,7 +97,7 @@ def find_prompts(name: str | None, config: TrainConfig, words: Words, captions: 
             template = demo_scenes.SUBJECT_TEMPLATE.replace("{subject} figure", "{{token}} {{class}}")
             prompts = [fill_template(template.format(**vars(scene)), words, DEMO) for scene in scenes]
         else:  # held-out scenes in the demo's style
-            prompts = _without_token([demo_scenes.caption(scene, 0, words.token or None) for scene in scenes], words)
+            prompts = _remove_tokens([demo_scenes.caption(scene, 0, words.token or None) for scene in scenes], words)
         return PromptSet(f"demo, {DEMO_PROMPTS} prompts", tuple(prompts))
     if name == RUN:
         texts = config.validation.prompts or list(dict.fromkeys(filter(None, captions)))[:MOST_CAPTIONS]
@@ -105,7 +105,7 @@ def find_prompts(name: str | None, config: TrainConfig, words: Words, captions: 
             raise UserError(
                 f"--prompts: the run has no prompts and no captions. Give a file, or one of {', '.join(DREAMBOOTH)}"
             )
-        return PromptSet("the run's prompts", tuple(_without_token(dict.fromkeys(texts), words)))
+        return PromptSet("the run's prompts", tuple(_remove_tokens(dict.fromkeys(texts), words)))
     return from_file(Path(name), words)
 
 
@@ -115,7 +115,7 @@ def dreambooth(name: str) -> list[str]:
     return [*(f"a {{token}} {{class}} {way}" for way in ways), *(f"a {look} {{token}} {{class}}" for look in LOOKS)]
 
 
-def _without_token(texts: Iterable[str], words: Words) -> list[Prompt]:
+def _remove_tokens(texts: Iterable[str], words: Words) -> list[Prompt]:
     return [Prompt(text, remove_token(text, words.token)) for text in texts]
 
 
@@ -151,8 +151,11 @@ def from_file(file: Path, words: Words) -> PromptSet:
 
 def fill_template(template: str, words: Words, source: str) -> Prompt:
     needed = set(_fields(template))
-    lacking = [option for option, name, word in (("--token", "token", words.token), ("--class", "class", words.kind))
-               if name in needed and not word]  # fmt: skip
+    lacking = [
+        option
+        for option, name, word in (("--token", "token", words.token), ("--class", "class", words.kind))
+        if name in needed and not word
+    ]
     if lacking:
         raise UserError(f"--prompts: {source} needs {' and '.join(lacking)}, as in --token sks --class dog")
     text = _tidy(template.format(**{"token": words.token, "class": words.kind}))

@@ -34,8 +34,7 @@ def unit(features: Array) -> Array:  # [n, d] -> [n, d]
 
 
 def subject_fidelity(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n]
-    """Compute the mean cosine of each generated picture with all real ones; its mean is DINO or CLIP-I
-    (arXiv:2208.12242, section 4.2)."""
+    """Compute each generated picture's mean cosine with all real ones: DINO or CLIP-I (arXiv:2208.12242, sec. 4.2)."""
     return np.asarray((unit(generated) @ unit(real).T).mean(axis=1))
 
 
@@ -53,18 +52,18 @@ def diversity(generated: Array) -> float:  # [k, d]
     return float(1.0 - (cosines.sum() - np.trace(cosines)) / (count * (count - 1)))
 
 
-def nearest(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n]
+def nearest_similarity(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n]
     """Compute the cosine of each generated picture with the most similar real one."""
     return np.asarray((unit(generated) @ unit(real).T).max(axis=1))
 
 
 def find_copies(generated: Array, real: Array) -> Array:  # [n, d], [m, d] -> [n] of 0 and 1
-    """Whether each generated picture is more similar to a real one than any two real pictures are to each other."""
+    """Return whether each generated picture is more similar to a real one than any two real ones are to each other."""
     if len(real) < 2:
         raise ValueError(f"nearest neighbours of {len(real)} picture: at least 2 are needed")
     cosines = unit(real) @ unit(real).T
     np.fill_diagonal(cosines, -np.inf)
-    return np.asarray(nearest(generated, real) > float(cosines.max()), dtype=np.float64)
+    return np.asarray(nearest_similarity(generated, real) > float(cosines.max()), dtype=np.float64)
 
 
 def cubic(x: Array, y: Array) -> Array:  # [n, d], [m, d] -> [n, m]
@@ -97,8 +96,7 @@ def mmd(x: Array, y: Array, kernel: Kernel, unbiased: bool) -> float:  # [n, d],
 
 
 def kid(generated: Array, real: Array) -> float:
-    """Compute KID's unbiased kernel distance over all pictures at once, for any encoder; with Inception's features it
-    is KID."""
+    """Compute KID's unbiased kernel distance over all pictures at once; with Inception's features it is KID."""
     return mmd(generated, real, cubic, unbiased=True)
 
 
@@ -122,8 +120,8 @@ class ScoreInterval:
 
 
 def t_quantile(freedom: int) -> float:
-    """The 97.5% point of Student's t, by the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5); within 0.001 from
-    4 degrees of freedom on. A mean of n prompts has n - 1."""
+    """Compute the 97.5% point of Student's t, by the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5); within
+    0.001 from 4 degrees of freedom on. A mean of n prompts has n - 1."""
     z, v = NORMAL, freedom
     return z + (
         (z**3 + z) / (4 * v)
@@ -150,7 +148,7 @@ def mean_over_prompts(values: Sequence[float] | Array) -> ScoreInterval:  # one 
     return _interval(float(each.mean()), float(each.std(ddof=1) / np.sqrt(len(each))), len(each))
 
 
-def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int, interval: bool = True) -> ScoreInterval:
+def jackknife(statistic: Callable[[Sequence[int]], float], prompts: int, interval: bool = True) -> ScoreInterval:
     """Compute a statistic of all pictures, and its interval by leaving out one prompt at a time (jackknife).
 
     A bootstrap would repeat pictures, and duplicates change a distance between sets.

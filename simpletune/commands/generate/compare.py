@@ -1,4 +1,4 @@
-"""``simpletune compare``: draw with several models from the same noise, in the same precision, side by side."""
+"""``simpletune compare``: generate with several models from the same noise, in the same precision, side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simpletune.commands.generate.generate import (
     GenerationSession,
     build_requests,
     given_embeddings,
-    made_with,
+    image_metadata,
     open_session,
     say_what_is_painted,
 )
@@ -80,7 +80,7 @@ def models_to_compare(session: GenerationSession, args: argparse.Namespace) -> l
         models += dict.fromkeys(run_result(session.run, scale, session.step) for scale in own)
     given = given_embeddings(args)
     alone = [ALONE] if session.config.model.loras else []
-    return without_twins([*alone, models[0], *(with_embeddings(weights, given) for weights in models[1:])])
+    return drop_duplicates([*alone, models[0], *(with_embeddings(weights, given) for weights in models[1:])])
 
 
 def first_run(args: argparse.Namespace) -> str | None:
@@ -105,7 +105,7 @@ def resolve_weights(text: str) -> list[Weights]:
     return [find_weights(found)]
 
 
-def without_twins(models: Sequence[Weights]) -> list[Weights]:
+def drop_duplicates(models: Sequence[Weights]) -> list[Weights]:
     """Drop duplicates. Of two models with equal weights, keep the one with the later position and name, because
     checkpoints are ordered by step; for full models keep the result, which has the base's precision."""
     kept: list[Weights] = []
@@ -137,14 +137,14 @@ def _are_same(a: Weights, b: Weights) -> bool:
 
 
 def _equal_files(a: Sequence[tuple[Path, object]], b: Sequence[tuple[Path, object]]) -> bool:
-    """Whether the files of two lists hold the same tensors, pair by pair."""
+    """Return whether the files of two lists hold the same tensors, pair by pair."""
     pairs = [(one, other) for (one, _), (other, _) in zip(a, b, strict=True)]
     return all(one == other or _holds_all_of([one], other, both=True) for one, other in pairs)
 
 
 def _holds_all_of(files: list[Path], part: Path, both: bool = False) -> bool:
-    """Whether ``files`` contain every tensor of ``part`` with equal values, compared in the type of ``files``; both:
-    and no others."""
+    """Return whether ``files`` contain every tensor of ``part`` with equal values, compared in the type of ``files``;
+    both: and no others."""
     whole, some = WeightReader(files), WeightReader([part])
     if not (some.names == whole.names if both else some.names <= whole.names):
         return False
@@ -156,7 +156,7 @@ def _holds_all_of(files: list[Path], part: Path, both: bool = False) -> bool:
 
 
 def compare(args: argparse.Namespace) -> Path:
-    """Draw every request with every model; write single pictures, a grid, a page and the figures. Returns the grid."""
+    """Generate every request with every model; write pictures, a grid, a page and the figures. Returns the grid."""
     args.run = args.run or first_run(args)
     session = open_session(args)
     models = models_to_compare(session, args)
@@ -173,7 +173,7 @@ def compare(args: argparse.Namespace) -> Path:
     figures = [figures_of(session, column, columns[0]) for column in columns]
     add_scores(session, args, columns, requests, figures)
     for column, figure in zip(columns, figures, strict=True):
-        made = made_with(session, column.weights)
+        made = image_metadata(session, column.weights)
         for number, (image, request) in enumerate(zip(column.images, requests, strict=True)):
             save_png(image, folder / folder_name(column.weights.label) / f"{number:03d}.png", request, **made)
         away = np.mean(figure["difference_from_base"])
@@ -190,10 +190,13 @@ def compare(args: argparse.Namespace) -> Path:
     grid(rows, [*shown_inputs(requests[0]), *(column.weights.title for column in columns)]).save(sheet)
     say_what_is_painted(session, requests[0])
     about = {
-        "precision": precision, "device": session.reason, "peak_memory": session.memory(),
-        **session.speed.lossy(), "stages": session.stages.as_json(),
+        "precision": precision,
+        "device": session.reason,
+        "peak_memory": session.memory(),
+        **session.speed.lossy(),
+        "stages": session.stages.as_json(),
         "pictures": [{"image": None, "strength": request.strength, **request_values(request)} for request in requests],
-    }  # fmt: skip
+    }
     write_json(folder / FIGURES, {**about, "models": figures})
     page = folder / PAGE
     write_page(page, columns, requests, figures, about)
@@ -216,7 +219,7 @@ def compare(args: argparse.Namespace) -> Path:
 def require_memory(session: GenerationSession, models: Sequence[Weights], requests: Sequence[ImageRequest]) -> None:
     """Predict and print the memory of every stage; on the CPU nothing is refused.
 
-    Text encoders, transformer and autoencoder are never in memory together.
+    Text encoders, denoiser and autoencoder are never in memory together.
     """
     config = session.config
     card, held = card_at_hand(session.device) if session.device.type == "cuda" else (None, 0)
@@ -235,12 +238,12 @@ def require_memory(session: GenerationSession, models: Sequence[Weights], reques
 
 
 def pixel_difference(a: Image.Image, b: Image.Image) -> float:
-    """Mean absolute difference of two pictures' values, 0 to 1."""
+    """Compute the mean absolute difference of two pictures' values, 0 to 1."""
     return float(np.abs(np.asarray(a, dtype=np.float32) - np.asarray(b, dtype=np.float32)).mean() / 255)
 
 
 def latent_distance(a: Tensor, b: Tensor) -> float:
-    """Root mean square difference of two latents; latents have a variance of about 1."""
+    """Compute the root mean square difference of two latents; latents have a variance of about 1."""
     return float((a - b).square().mean().sqrt())
 
 

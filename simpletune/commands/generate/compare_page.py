@@ -69,7 +69,9 @@ def write_page(
     shown = {key: words for key, words in MEASURES.items() if key in figures[0]}
     rows = [
         {
-            "prompt": request.prompt, "seed": request.seed, "size": f"{request.width} x {request.height}",
+            "prompt": request.prompt,
+            "seed": request.seed,
+            "size": f"{request.width} x {request.height}",
             "how": f"{plural(request.steps, 'step')}, guidance {request.guidance:g}",
             "negative": request.negative_prompt,
             "inputs": {title: image_data_uri(image) for title, image in shown_inputs(request).items()},
@@ -77,13 +79,19 @@ def write_page(
             "away": [figure["difference_from_base"][number] for figure in figures],
         }
         for number, request in enumerate(requests)
-    ]  # fmt: skip
+    ]
     models = [
-        {"title": f["title"], "label": f["weights"], "precision": f["precision"], "seconds": f["seconds_per_picture"],
-         "denoise": f["seconds"]["denoise"], "decode": f["seconds"]["decode"],
-         "means": [float(np.mean(f[key])) for key in shown]}
+        {
+            "title": f["title"],
+            "label": f["weights"],
+            "precision": f["precision"],
+            "seconds": f["seconds_per_picture"],
+            "denoise": f["seconds"]["denoise"],
+            "decode": f["seconds"]["decode"],
+            "means": [float(np.mean(f[key])) for key in shown],
+        }
         for f in figures
-    ]  # fmt: skip
+    ]
     small = max(request.width for request in requests) <= LOSSLESS
     text = page_template("compare").render(
         models=models,
@@ -97,7 +105,7 @@ def write_page(
 
 
 def image_data_uri(image: Image.Image) -> str:
-    """A picture within a page: a small one losslessly, a large one as WebP."""
+    """Encode a picture within a page: a small one losslessly, a large one as WebP."""
     data = io.BytesIO()
     lossless = max(image.size) <= LOSSLESS
     image.save(data, "PNG") if lossless else image.save(data, "WEBP", quality=92)

@@ -1,4 +1,4 @@
-"""``simpletune generate`` and the inference scripts: draw with the base model, a LoRA, or a run's result."""
+"""``simpletune generate`` and the inference scripts: generate with the base model, a LoRA, or a run's result."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def build_requests(
 
 
 def image_size(config: TrainConfig, args: argparse.Namespace) -> tuple[int, int]:
-    """The size to draw, by the arguments or the run; a UserError if the model cannot."""
+    """Return the size to generate, by the arguments or the run. Raises UserError if the model cannot."""
     width, height = args.size or config.image_size()
     network, title = config.model.architecture, config.model.words.title
     step = network.generated_multiple or network.multiple
@@ -139,7 +139,7 @@ def _fuse_if_asked(session: GenerationSession, args: argparse.Namespace, weights
 
 
 def generate(args: argparse.Namespace) -> Path:
-    """Draw pictures; print times and peak memory. Returns the first PNG."""
+    """Generate pictures; print times and peak memory. Returns the first PNG."""
     session = open_session(args)
     name, weights = choose_weights(session, args)
     requests = build_requests(session, args)
@@ -152,11 +152,11 @@ def generate(args: argparse.Namespace) -> Path:
         outputs = [first] if count == 1 else several
         for file in outputs:
             require_new(file, args.overwrite)
-    (drawn,) = session.generate_all([weights], requests)
+    (generated,) = session.generate_all([weights], requests)
     precision = precision_of(session.config, weights).weights
-    more = made_with(session, weights)
+    more = image_metadata(session, weights)
     files: list[Path] = []
-    for number, (image, request) in enumerate(zip(drawn.images, requests, strict=True)):
+    for number, (image, request) in enumerate(zip(generated.images, requests, strict=True)):
 
         def save(file: Path, image: Image.Image = image, request: ImageRequest = request) -> None:
             save_png(image, file, request, **more)
@@ -177,9 +177,9 @@ def generate(args: argparse.Namespace) -> Path:
     say_what_is_painted(session, requests[0])
     for text in session.speed.lossy().values():
         say(f"  lossy: {text}")
-    say(f"  {drawn.denoise + drawn.decode:.2f} s per picture, peak memory {session.memory()}")
+    say(f"  {generated.denoise + generated.decode:.2f} s per picture, peak memory {session.memory()}")
     compiling = " (including compilation)" if session.speed.compiled else ""
-    say(f"  denoise {drawn.denoise:.2f} s{compiling}, decode {drawn.decode:.2f} s")
+    say(f"  denoise {generated.denoise:.2f} s{compiling}, decode {generated.decode:.2f} s")
     return files[0]
 
 
@@ -189,7 +189,7 @@ def say_what_is_painted(session: GenerationSession, request: ImageRequest) -> No
         say("  an inpainting model without a mask: it paints the whole picture")
 
 
-def made_with(session: GenerationSession, weights: Weights) -> dict[str, object]:
+def image_metadata(session: GenerationSession, weights: Weights) -> dict[str, object]:
     """Return a picture's metadata besides its request: model, LoRAs with strengths, precision, lossy settings."""
     own = weights.denoiser or weights.trained
     model = _name_of(own) if own else session.config.model.files.weights_from
@@ -199,9 +199,15 @@ def made_with(session: GenerationSession, weights: Weights) -> dict[str, object]
     files = [(file, each.token) for file, token in weights.embeddings for each in read_embeddings(file, token)]
     called = {"embeddings": [(file.stem, token) for file, token in files]} if files else {}
     return {
-        "model": model, **under, "loras": loras, **called, "weights": weights.label, "precision": precision,
-        "sampler": session.config.objective.sampler, **session.speed.lossy(),
-    }  # fmt: skip
+        "model": model,
+        **under,
+        "loras": loras,
+        **called,
+        "weights": weights.label,
+        "precision": precision,
+        "sampler": session.config.objective.sampler,
+        **session.speed.lossy(),
+    }
 
 
 def base_loras(config: TrainConfig) -> dict[str, object]:

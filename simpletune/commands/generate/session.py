@@ -1,4 +1,4 @@
-"""Draw with any weights in one session; load nothing before it is needed."""
+"""Generate with any weights in one session; load nothing before it is needed."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ MEMORY = ("modulation", "resident_blocks", "vae_tile")
 
 @dataclass(frozen=True)
 class GenerationSpeed:
-    """Settings that may make drawing faster."""
+    """Settings that may make generation faster."""
 
-    batch_size: int = 1  # pictures per pass through the transformer
+    batch_size: int = 1  # pictures per pass through the denoiser
     reuse_guidance: int = 1  # steps that share one guidance difference; above 1 the pictures change
-    compiled: bool = False  # the transformer's blocks
+    compiled: bool = False  # the denoiser's blocks
 
     def lossy(self) -> dict[str, str]:
         """Describe settings that change the pictures, for their metadata."""
@@ -74,47 +74,48 @@ class GeneratedImages:
     weights: Weights
     images: list[Image.Image]  # one for each request
     latents: list[Tensor]  # [1, c, h, w], fp32
-    denoise: float  # seconds per picture in the transformer
+    denoise: float  # seconds per picture in the denoiser
     decode: float  # seconds per picture in the autoencoder
 
 
 class SharedBase:
-    """A transformer that is loaded once and used by itself or with one set of LoRAs at a time.
+    """A denoiser that is loaded once and used by itself or with one set of LoRAs at a time.
 
-    Switching between LoRAs on one base replaces only the LoRA. To draw with the base, all LoRAs are detached, so it
-    computes exactly as in a process that never loaded one. Other weights (a full model, a fused LoRA) are loaded when
-    needed, after the previous ones are freed.
-    """
+    Switching between LoRAs on one base replaces only the LoRA. To generate with the base, all LoRAs are detached, so it
+    computes exactly as loaded, not with updates of zero."""
 
     def __init__(self, config: TrainConfig, device: torch.device, sizes: Collection[Size], compiled: bool = False):
-        self.config, self.device, self.sizes, self.compiled = config, device, sizes, compiled
-        self._transformer: Denoiser | None = None
+        self.config = config
+        self.device = device
+        self.sizes = sizes
+        self.compiled = compiled
+        self._denoiser: Denoiser | None = None
         self._modulation: DetachedModulation | None = None
         self._loaded: Weights | None = None
         self._active: Weights = BASE
 
     def use(self, weights: Weights) -> tuple[Denoiser, DetachedModulation | None]:
-        """Return the transformer with these weights, and its modulation if it was detached. The transformer of an
-        earlier call then has these weights too, or is freed."""
+        """Return the denoiser with these weights, and its modulation if it was detached. The denoiser of an earlier
+        call then has these weights too, or is freed."""
         base = self.base_of(weights)
-        if self._transformer is None or base != self._loaded:
+        if self._denoiser is None or base != self._loaded:
             self.free()
-            self._transformer, self._modulation = load_weights(self.config, base, self.device, self.sizes)
+            self._denoiser, self._modulation = load_weights(self.config, base, self.device, self.sizes)
             self._loaded, self._active = base, base
             if self.compiled:
-                compile_blocks(self._transformer, self.device)
+                compile_blocks(self._denoiser, self.device)
         if base == replace(BASE, label=""):  # others are loaded with their LoRAs
             if weights.lora == self._active.lora and not (weights.more or self._active.more):
-                rescale(self._transformer, weights.scale)
+                rescale(self._denoiser, weights.scale)
             else:
-                detach(self._transformer)
+                detach(self._denoiser)
                 if weights.loras:
-                    load_loras(self._transformer, weights.loras)
-                    move_updates(self._transformer, self.device)
+                    load_loras(self._denoiser, weights.loras)
+                    move_updates(self._denoiser, self.device)
             self._active = weights
-        return self._transformer, self._modulation
+        return self._denoiser, self._modulation
 
-    def grouped_by_base(self, models: Iterable[Weights]) -> list[Weights]:
+    def group_by_base(self, models: Iterable[Weights]) -> list[Weights]:
         """Reorder models so that those on one base are adjacent and no base is loaded twice."""
         bases: dict[Weights, list[Weights]] = {}
         for weights in models:
@@ -125,7 +126,7 @@ class SharedBase:
         """Return the weights to load before these can be applied; equal for all that can share a base."""
         shared = weights.lora is not None and not weights.merged
         if shared and self.config.memory.modulation == "plan":
-            # Not for a LoRA that changes layers which the modulation plan detached from the transformer.
+            # Not for a LoRA that changes layers which the modulation plan detached from the denoiser.
             detached = self.config.model.architecture.modulation
             assert detached is not None, "Memory.model_rules refuses it"
             # A hypernetwork changes no layer.
@@ -134,13 +135,13 @@ class SharedBase:
         return replace(BASE, label="") if shared else replace(weights, label="", short="", embeddings=())
 
     def free(self) -> None:
-        self._transformer = self._modulation = self._loaded = None
+        self._denoiser = self._modulation = self._loaded = None
         free_memory(self.device)
 
 
 @dataclass
 class GenerationSession:
-    """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder."""
+    """Everything for generation that does not depend on the weights: configuration, device, prompts, autoencoder."""
 
     config: TrainConfig  # configuration of the run, changed by arguments, with folders resolved
     run: Path | None
@@ -152,10 +153,10 @@ class GenerationSession:
     strength: float = 1.0  # of the run's LoRA, if none is given
 
     def generate_all(self, models: Sequence[Weights], requests: Sequence[ImageRequest]) -> list[GeneratedImages]:
-        """Draw the same requests with several models, from the same noise.
+        """Generate the same requests with several models, from the same noise.
 
-        Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, then all
-        latents are drawn, then the transformer is freed and they are decoded. A base is loaded once for all its LoRAs.
+        Text encoders, denoiser and autoencoder are never in memory together: prompts are encoded first, then all
+        latents are generated, then the denoiser is freed and they are decoded. A base is loaded once for all its LoRAs.
         """
         config = self.config
         texts = self.encode_prompts(models, [text for request in requests for text in request.texts])
@@ -176,7 +177,7 @@ class GenerationSession:
         return [done[weights] for weights in models]
 
     def _encode_inputs(self, groups: Iterable[Sequence[ImageRequest]]) -> dict[int, list[EncodedImage]]:
-        """Encode the pictures and masks of groups of requests, by the groups' ids; empty if drawing reads none. The
+        """Encode the pictures and masks of groups of requests, by the groups' ids; empty if generation reads none. The
         autoencoder is freed again."""
         model, found = self.config.model, dict[int, list[EncodedImage]]()
         different = {id(group): group for group in groups}
@@ -194,22 +195,26 @@ class GenerationSession:
         groups: Mapping[Weights, Sequence[Sequence[ImageRequest]]],
         texts: Mapping[Weights, PromptStore],
     ) -> Iterator[tuple[Weights, int, list[Tensor], float]]:
-        """Draw every model's groups of requests; yield the model, the number of the group, its latents and the seconds
-        that they took. A base is loaded once for all its LoRAs, and the last transformer is freed at the end.
+        """Generate every model's groups of requests; yield the model, the number of the group, its latents and the
+        seconds that they took. A base is loaded once for all its LoRAs, and the last denoiser is freed at the end.
 
-        ``texts`` come from ``encode_prompts``.
-        """
+        ``texts`` come from ``encode_prompts``."""
         encoded = self._encode_inputs(group for own in groups.values() for group in own)
         config = self.config
         sizes = {(each.width, each.height) for own in groups.values() for group in own for each in group}
         shared = SharedBase(config, self.device, sizes, self.speed.compiled)
-        for weights in shared.grouped_by_base(groups):
+        for weights in shared.group_by_base(groups):
             with self.stages.stage("load"):
                 denoiser, modulation = shared.use(weights)
             sampler = Sampler(
-                denoiser, config.model, precision_of(config, weights), modulation, self.speed.batch_size,
-                self.speed.reuse_guidance, objective=config.objective,
-            )  # fmt: skip
+                denoiser,
+                config.model,
+                precision_of(config, weights),
+                modulation,
+                self.speed.batch_size,
+                self.speed.reuse_guidance,
+                objective=config.objective,
+            )
             for number, group in enumerate(groups[weights]):
                 with self.stages.stage("denoise"):
                     clock = time.perf_counter()
@@ -247,8 +252,8 @@ class GenerationSession:
         return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB in host memory"
 
 
-def _inside(runs: Path | None, name: str) -> str:
-    """A run's name, or RUN@STEP, in the folder of the runs if only that one has it."""
+def _resolve_run_name(runs: Path | None, name: str) -> str:
+    """Resolve a run's name, or RUN@STEP, in the folder of the runs if only that one has it."""
     own = Path(name.partition("@")[0])
     if runs is None or own.is_absolute() or own.exists() or Path(name).exists() or not (runs / own).is_dir():
         return name
@@ -259,7 +264,7 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
     """Open the run that the arguments name, or the newest, and apply their changes; ``--model`` alone needs no run."""
     run: CheckpointRef | None = None
     if args.run:
-        run = find_run(_inside(args.runs, str(args.run)), "--run: ", strength=True)
+        run = find_run(_resolve_run_name(args.runs, str(args.run)), "--run: ", strength=True)
     elif not args.model:
         run = CheckpointRef(newest_run(args.runs))
     if run is None:

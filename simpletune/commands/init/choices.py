@@ -153,7 +153,10 @@ class Choices:
     """A configuration under construction."""
 
     def __init__(self, seen: FolderContents, answers: Answers, device: Card | None, chosen: Json):
-        self.seen, self.answers, self.device, self.chosen = seen, answers, device, chosen
+        self.seen = seen
+        self.answers = answers
+        self.device = device
+        self.chosen = chosen
         self.captioned = seen.own_captions
         self.questions: list[Question] = []
         guess, by = guess_what(seen)
@@ -178,7 +181,7 @@ class Choices:
         if why:
             self.reasons.append(Reason(path, value, why))
 
-    def base(self) -> None:
+    def choose_base(self) -> None:
         """Choose the model, and the settings of the shipped configuration closest to it."""
         model, said = self.answers.model, self.answers.model is not None
         if model is None:
@@ -234,7 +237,7 @@ class Choices:
         else:
             self.set("memory.profile", profile, fits)
 
-    def images(self) -> None:
+    def choose_images(self) -> None:
         """Choose the folder, the resolution, and what to do about unusable pictures."""
         seen = self.seen
         sizes = sorted((image.size for image in seen.images), key=lambda size: size[0] * size[1])
@@ -284,7 +287,7 @@ class Choices:
         if faults:
             self.set("data.on_error", "skip", f"{' and '.join(faults)}: they are left out. simpletune data lists them")
 
-    def remarks(self) -> None:
+    def note_remarks(self) -> None:
         """Note what the scan found odd; ask about sd-scripts' folders that are deeper than their names are read."""
         report, named = self.seen.report, self.seen.named
         if len(named) > 1:
@@ -318,7 +321,7 @@ class Choices:
         if not any(all(path in self.chosen for path in fields) for fields in answers):
             self.questions.append(Question(text, choices))
 
-    def masks(self) -> None:
+    def choose_masks(self) -> None:
         """Use the masks if every picture has one of its size; ask if not. Nothing is said of masks by transparency."""
         seen, masks = self.seen, self.seen.masks
         if not masks.aside or "data.mask" in self.chosen:
@@ -351,8 +354,8 @@ class Choices:
         if seen.other_masks:
             names = join_names([printable_name(name) for name in seen.other_masks], LISTED)
             self.ask(
-                f"{_of(len(seen.other_masks), len(masks.masks), 'mask')} another size than their picture, or cannot be "
-                f"read ({names})",
+                f"{_format_share(len(seen.other_masks), len(masks.masks), 'mask')} another size than their picture, or "
+                f"cannot be read ({names})",
                 Choice(
                     "scale those of the same shape, and leave out the other pictures", use | {"data.on_error": "skip"}
                 ),
@@ -361,13 +364,13 @@ class Choices:
             return
         names = join_names([printable_name(name) for name in without], LISTED)
         self.ask(
-            f"{_of(len(masks.masks), len(seen.images), 'picture')} a mask; without one: {names}",
+            f"{_format_share(len(masks.masks), len(seen.images), 'picture')} a mask; without one: {names}",
             whole,
             Choice(f"leave out the {len(without)} without a mask", {**use, "data.on_error": "skip"}),
         )
 
     def prompt_for(self, trigger: str | None) -> str:
-        """The prompt that names what is learned."""
+        """Return the prompt that names what is learned."""
         forms: dict[What, str] = {
             "subject": f"a photo of {trigger}",
             "style": f"a picture in {trigger} style",
@@ -375,7 +378,7 @@ class Choices:
         }
         return forms[self.what]
 
-    def captions(self) -> None:
+    def choose_captions(self) -> None:
         """Choose one prompt, or the pictures' own captions with the trigger before them."""
         seen, trigger = self.seen, self.trigger
         one = self.prompt_for(trigger or default_trigger(seen, self.what) or TRIGGER)
@@ -395,10 +398,10 @@ class Choices:
         refused = [each for each in seen.refused if each.kind == "picture"]
         if len(refused) >= len(self.captioned):
             self.ask(
-                f"{_of(len(refused), len(seen.images) + len(refused), 'picture')} a caption that cannot be used. "
-                f"{describe_refused(seen)}",
+                f"{_format_share(len(refused), len(seen.images) + len(refused), 'picture')} a caption that cannot be "
+                f"used. {describe_refused(seen)}",
                 Choice("mend the files, and call this again", {}),
-                Choice(f"leave {_these(len(refused))} out", {"data.on_error": "skip"}),
+                Choice(f"leave {_format_these(len(refused))} out", {"data.on_error": "skip"}),
                 Choice("use one prompt for all pictures, and no captions", {"data.prompt": one}),
             )
         self.reasons.append(
@@ -416,16 +419,17 @@ class Choices:
                 else f"lines with some cannot be used. {describe_refused(seen)}"
             )
             self.ask(
-                f"{_of(len(seen.lacking), len(seen.images), 'picture')} no caption, and {found}",
+                f"{_format_share(len(seen.lacking), len(seen.images), 'picture')} no caption, and {found}",
                 Choice("mend the files, and call this again", {}),
-                Choice(f"use one prompt for {_these(len(seen.lacking))}", {"data.missing_prompt": one}),
+                Choice(f"use one prompt for {_format_these(len(seen.lacking))}", {"data.missing_prompt": one}),
                 Choice(
-                    f"leave {_these(len(seen.lacking))} out", {"data.missing_prompt": None, "data.on_error": "skip"}
+                    f"leave {_format_these(len(seen.lacking))} out",
+                    {"data.missing_prompt": None, "data.on_error": "skip"},
                 ),
             )
         if seen.lacking:
             names = join_names([printable_name(name) for name in seen.lacking], LISTED)
-            of = f"{_of(len(seen.lacking), len(seen.images), 'picture')} no caption ({names})"
+            of = f"{_format_share(len(seen.lacking), len(seen.images), 'picture')} no caption ({names})"
             get, them = ("it gets", "it") if len(seen.lacking) == 1 else ("they get", "them")
             others = f"write captions for {them}, or leave {them} out: data.missing_prompt=null data.on_error=skip"
             self.set("data.missing_prompt", one, f"{of}: {get} this one. Or {others}")
@@ -439,7 +443,7 @@ class Choices:
                 f"{trigger!r} is in {having} of {plural(len(self.captioned), 'caption')}: write it into the rest"
             )
 
-    def method(self) -> None:
+    def choose_method(self) -> None:
         """Choose the adapter, and how to preserve the subject's class."""
         self.reasons.append(
             Reason(
@@ -483,7 +487,7 @@ class Choices:
         self.reasons.append(Reason("prior.method", "base_prediction", why, override))
         self.set("validation.class_prompt", prompt)
 
-    def length(self) -> None:
+    def choose_length(self) -> None:
         """Choose steps, warm-up and checkpoints."""
         count, train = len(self.seen.images), self.config.setdefault("train", {})
         batch = min(train.get("batch_size", 1), count)
@@ -505,8 +509,8 @@ class Choices:
         self.set("checkpoint.every", -(-steps // CHECKPOINTS), f"{CHECKPOINTS} checkpoints to choose from")
         self.set("checkpoint.keep_last", CHECKPOINTS)
 
-    def validation(self) -> None:
-        """Choose prompts to draw, and pictures to hold out."""
+    def choose_validation(self) -> None:
+        """Choose prompts to generate, and pictures to hold out."""
         count = len(self.seen.images)
         self.set("validation.every", self.config["checkpoint"]["every"])
         prefix = self.config["data"].get("caption_prefix")
@@ -553,12 +557,12 @@ class Choices:
         self.config = {name: self.config[name] for name in ORDER if self.config.get(name)}
 
 
-def _of(count: int, total: int, noun: str) -> str:
-    """Some of several have something."""
+def _format_share(count: int, total: int, noun: str) -> str:
+    """Format a sentence's beginning: some of several have something."""
     return f"{count:,} of {plural(total, noun)} {'has' if count == 1 else 'have'}"
 
 
-def _these(count: int) -> str:
+def _format_these(count: int) -> str:
     return "this picture" if count == 1 else f"these {count:,}"
 
 
@@ -576,14 +580,14 @@ def suggest(
         with silent():
             seen = inspect_folder(folder, data_fields(chosen))
     choices = Choices(seen, answers, device, chosen)
-    choices.base()
-    choices.images()
-    choices.masks()
-    choices.remarks()
-    choices.captions()
-    choices.method()
-    choices.length()
-    choices.validation()
+    choices.choose_base()
+    choices.choose_images()
+    choices.choose_masks()
+    choices.note_remarks()
+    choices.choose_captions()
+    choices.choose_method()
+    choices.choose_length()
+    choices.choose_validation()
     choices.describe()
     return Suggestion(
         choices.config,
@@ -596,5 +600,5 @@ def suggest(
 
 
 def data_fields(chosen: Json) -> Json:
-    """The fields of ``data`` among those that the user has set."""
+    """Return the fields of ``data`` among those that the user has set."""
     return {path.removeprefix("data."): value for path, value in chosen.items() if path.startswith("data.")}

@@ -31,8 +31,16 @@ Captions = Literal["files", "names", "none"]
 WORDS = 2  # words in a file name that describes its picture
 FEWEST = 2  # texts without a picture, and for half of the pictures without a caption, that look like misnamed captions
 NAMED = 0.5  # share of the pictures whose names must have that many words
-OF_CAPTIONS = ("its caption", "its text", "its entry", "has two different captions", "has a caption of", "has lines",
-               "has the weight", "has no caption")  # fmt: skip
+OF_CAPTIONS = (
+    "its caption",
+    "its text",
+    "its entry",
+    "has two different captions",
+    "has a caption of",
+    "has lines",
+    "has the weight",
+    "has no caption",
+)
 """How the reasons begin for which a picture's captions cannot be used."""
 MISSING = "a picture"  # stands for the prompt of pictures without a caption while a folder is looked at
 SHARDS = (".tar", ".tgz", ".mds")
@@ -148,7 +156,7 @@ def inspect_folder(folder: Path, chosen: Json | None = None) -> FolderContents:
     report = _scan(folder, captions, kohya, {**data, **chosen})
     seen = FolderContents(folder, captions, kohya, report, masks)
     if captions == "files" and not seen.own_captions:
-        captions = "names" if not seen.refused and not seen.unread and _are_named(masks.images) else "none"
+        captions = "names" if not seen.refused and not seen.unread and _names_are_descriptive(masks.images) else "none"
         if captions == "names":
             _take_names(report)
         elif seen.refused:  # the pictures may be used without their captions
@@ -160,19 +168,20 @@ def inspect_folder(folder: Path, chosen: Json | None = None) -> FolderContents:
             f"{folder}: none of {plural(len(files), 'picture')} can be used: {reasons}. Repair or replace them"
         )
     splits = {name: len(each) for name, each in by_split.items()} if "split" not in chosen else None
-    named = () if kohya else _named_deeper(names)
+    named = () if kohya else _deeper_folders(names)
     return FolderContents(folder, captions, kohya, report, masks, tuple(_other_sizes(seen, masks)), splits, named)
 
 
-def _named_deeper(names: Sequence[str]) -> tuple[str, ...]:
-    """The folders of pictures, below the first ones, that are named as for sd-scripts, if most pictures lie in some."""
+def _deeper_folders(names: Sequence[str]) -> tuple[str, ...]:
+    """List the folders of pictures, below the first ones, that are named as for sd-scripts, if most pictures lie in
+    some."""
     places = [name.split("/")[:-1] for name in names]
     found = ["/".join(parts) for parts in places if len(parts) > 1 and meaning(parts[-1])]
     return tuple(dict.fromkeys(found)) if 2 * len(found) > len(names) else ()
 
 
 def _other_sizes(seen: FolderContents, masks: FoundMasks) -> list[str]:
-    """The names of the pictures whose masks have another size, or cannot be read."""
+    """List the names of the pictures whose masks have another size, or cannot be read."""
     sizes = {seen.folder / image.name: image.size for image in seen.images}
     other = []
     for image, mask in masks.masks.items():
@@ -198,8 +207,8 @@ def _take_names(report: DatasetReport) -> None:
     report.files = report.files.with_class("left over", ((each.name, each.reason) for each in unnamed))
 
 
-def _are_named(files: Sequence[Path]) -> bool:
-    """Whether the names of pictures describe them: with words of three letters or more that are not a camera's."""
+def _names_are_descriptive(files: Sequence[Path]) -> bool:
+    """Return whether names of pictures describe them: with words of three letters or more that are not a camera's."""
     words = [re.findall(r"[^\W\d_]{3,}", file.stem) for file in files]
     named = sum(sum(word.lower() not in CAMERA for word in each) >= WORDS for each in words)
     return named >= NAMED * len(files)
@@ -218,12 +227,12 @@ def source_of(seen: FolderContents) -> Json:
 
 
 def describe_refused(seen: FolderContents) -> str:
-    """Why captions cannot be used: the first reason, and of how many files."""
+    """Say why captions cannot be used: the first reason, and of how many files."""
     return _first_of([(each.name, each.reason) for each in seen.refused] or seen.unread)
 
 
 def describe_unread(seen: FolderContents) -> str:
-    """Why files that may hold captions are not read: the first reason, and of how many files."""
+    """Say why files that may hold captions are not read: the first reason, and of how many files."""
     return _first_of(seen.unread)
 
 
@@ -234,7 +243,7 @@ def _first_of(reasons: Sequence[tuple[str, str]]) -> str:
 
 
 def describe_splits(splits: Mapping[str, int]) -> str:
-    """What is left out because it is of another split."""
+    """Describe what is left out because it is of another split."""
     others = [f"{name} ({plural(count, 'picture')})" for name, count in splits.items() if name != "train"]
     return f"{join_names(others)} left out, as for a data set on the hub: data.split=null trains on all"
 

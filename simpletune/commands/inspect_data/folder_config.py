@@ -8,7 +8,7 @@ from pathlib import Path
 
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import TINY_SIDE, suggest
-from simpletune.commands.init.write_config import card_for, fields_of, file_for, is_of
+from simpletune.commands.init.init_command import card_for, fields_of, file_for, reads_folder
 from simpletune.config.load import read_config, validate
 from simpletune.config.overrides import merge
 from simpletune.config.schema import DEMO, TrainConfig
@@ -26,7 +26,7 @@ DEFAULT_TITLE = "Stable Diffusion 3 Medium"
 def folder_config(
     folder: Path, overrides: Sequence[str] = (), model: str | None = None, device: str | None = None
 ) -> tuple[TrainConfig, str]:
-    """The configuration beside a folder, or the one that ``init`` would suggest for a card; writes nothing.
+    """Return the configuration beside a folder, or the one that ``init`` would suggest for a card; writes nothing.
 
     Args:
         folder: of pictures.
@@ -40,7 +40,7 @@ def folder_config(
     file = file_for(folder)
     if model is None and device is None and os.path.isfile(file):  # its name may be too long for one
         config, notices = read_config(file, list(overrides), needs_model=False)
-        if any(is_of(folder, source) for source in config.data.members):
+        if any(reads_folder(folder, source) for source in config.data.members):
             note(notices)
             return config, ""
     card = card_for(device)[0]
@@ -59,7 +59,7 @@ def folder_config(
 def page_config(
     place: Path, model: str | None = None, side: int | None = None, upscaled: bool = False
 ) -> tuple[TrainConfig, str]:
-    """As ``folder_config`` for a folder or a table without a file beside it, without looking at the pictures.
+    """Return a configuration for a folder or a table without a file beside it, without looking at the pictures.
 
     Args:
         place: of the pictures.
@@ -80,8 +80,8 @@ def page_config(
 
 
 def with_model(config: TrainConfig, model: str) -> TrainConfig:
-    """A configuration's data and batches, for another base. Its other settings may not suit that one, and change no
-    size."""
+    """Return a configuration's data and batches, for another base. Its other settings may not suit that one, and change
+    no size."""
     whole = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     kept: Json = {name: whole[name] for name in ("name", "data", "train") if name in whole}
     kept["validation"] = {"split": config.validation.split}
@@ -94,8 +94,8 @@ def _model(name: str) -> Json:
 
 
 def base_of(place: Path) -> str:
-    """The base for pictures when none is named: the tiny model for those that come with simpletune, else the default
-    one, whether a card is here or not."""
+    """Choose the base for pictures when none is named: the tiny model for those that come with simpletune, else the
+    default one, whether a card is here or not."""
     names = tuple(f"{name.removeprefix(PREFIX)}-v" for name in DATA)
     return TINY_SD3 if place.parent.name == "demo" and place.name.startswith(names) else DEFAULT_MODEL
 

@@ -41,12 +41,14 @@ def near_duplicates(hashes: Sequence[ImageHash]) -> list[list[int]]:
     places = defaultdict(list)
     for place, each in enumerate(hashes):
         places[each].append(place)
-    grouped = [sorted(place for each in group for place in places[each]) for group in _alike(list(places)[:COMPARED])]
+    grouped = [
+        sorted(place for each in group for place in places[each]) for group in _group_similar(list(places)[:COMPARED])
+    ]
     left_over = [places[each] for each in list(places)[COMPARED:]]
     return sorted(group for group in [*grouped, *left_over] if len(group) > 1)
 
 
-def _alike(hashes: Sequence[ImageHash]) -> list[list[ImageHash]]:
+def _group_similar(hashes: Sequence[ImageHash]) -> list[list[ImageHash]]:
     """Group distinct hashes by transitive similarity.
 
     A group grows from one hash: move the hashes similar to it out of the rest, then search the rest for hashes similar

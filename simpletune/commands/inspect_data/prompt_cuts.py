@@ -30,7 +30,8 @@ FolderState = tuple[tuple[str, int, int], ...]  # name, time of the last change 
 
 
 def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | None:
-    """Return the number of tokens of each caption; None if no tokenizer is available. UserError: it is damaged."""
+    """Return the number of tokens of each caption; None if no tokenizer is available. Raises UserError if it is
+    damaged."""
     folder = tokenizer_folder(config, config.model.text.encoders[0].tokenizer)
     if folder is None or not captions:
         return None

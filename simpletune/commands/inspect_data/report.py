@@ -129,17 +129,17 @@ def page(found: DatasetReport, title: str) -> str:
             ("Width to height", bars(aspects(found))),
         ]
     groups = [
-        (bucket, [(seen, _embedded(seen.tile)) for seen in group if seen.tile is not None])
+        (bucket, [(seen, _tile_data_uri(seen.tile)) for seen in group if seen.tile is not None])
         for bucket, group in tiles(found)
     ]
     return page_template("data_report", shown=printable_name).render(
         found=found,
         title=title,
         groups=groups,
-        varied=[(seen, list(map(_embedded, seen.variants))) for seen in found.varied],
+        varied=[(seen, list(map(_tile_data_uri, seen.variants))) for seen in found.varied],
         rows={row.size: row for row in found.buckets},
         tables=list(_tables(found)),
-        alike=look_alikes(found, _embedded),
+        alike=look_alikes(found, _tile_data_uri),
         captions_of=_captions_of,
         charts=charts,
         outcome=describe_unusable(found),
@@ -151,7 +151,7 @@ def page(found: DatasetReport, title: str) -> str:
 
 
 def _captions_of(image: SourceImage) -> list[str]:
-    """A picture's captions for its tile, each with its share if some are used more often."""
+    """Format a picture's captions for its tile, each with its share if some are used more often."""
     shares = [f"{weight / sum(image.weights):.0%}: " for weight in image.weights] or [""] * len(image.captions)
     return first_lines([share + caption for share, caption in zip(shares, image.captions, strict=True)], CAPTIONS)
 
@@ -159,12 +159,16 @@ def _captions_of(image: SourceImage) -> list[str]:
 def _tables(found: DatasetReport) -> Iterator[PageTable]:
     """Yield the tables that have rows."""
     small = [
-        (printable_name(s.image.name), f"{s.image.size[0]} x {s.image.size[1]}", f"{s.bucket[0]} x {s.bucket[1]}",
-         f"{s.upscale:.2f}")
+        (
+            printable_name(s.image.name),
+            f"{s.image.size[0]} x {s.image.size[1]}",
+            f"{s.bucket[0]} x {s.bucket[1]}",
+            f"{s.upscale:.2f}",
+        )
         for s in found.small
-    ]  # fmt: skip
+    ]
     held = [(printable_name(name),) for name in found.held_out]
-    across = [("\n".join(printable_name(name) for name in group),) for group in found.across]
+    across = [("\n".join(printable_name(name) for name in group),) for group in found.split_duplicates]
     same = [(printable_name(caption), str(len(names))) for caption, names in found.same_caption.items()]
     every: list[PageTable] = [
         ("Sources", "", SOURCE_COLUMNS, source_rows(found.sources) if len(found.sources) > 1 else []),
@@ -183,7 +187,7 @@ def _tables(found: DatasetReport) -> Iterator[PageTable]:
     yield from (table for table in every if table[3])
 
 
-def _embedded(tile: Image.Image) -> str:
+def _tile_data_uri(tile: Image.Image) -> str:
     """Encode a tile as a WebP data URI."""
     buffer = io.BytesIO()
     tile.save(buffer, "WEBP", quality=78, method=4)

@@ -80,7 +80,7 @@ class DatasetReport:
     """The findings about a dataset."""
 
     path: str  # as in the configuration
-    captions: str  # where the captions come from, in words
+    captions: str  # a description of where the captions come from
     usable: list[ScannedImage]  # sorted by name
     rejected: list[RejectedEntry]
     left_alone: dict[str, int]  # pictures of unsupported formats, counted by extension
@@ -101,7 +101,7 @@ class DatasetReport:
     held_out: list[str] = field(default_factory=list)
     notes: tuple[str, ...] = ()  # sentences that explain how data was interpreted
     sources: list[SourceShare] = field(default_factory=list)
-    augmentation: list[str] = field(default_factory=list)  # the ranges of each source that has any, in words
+    augmentation: list[str] = field(default_factory=list)  # a description of the ranges of each source that has any
     files: Accounts = field(default_factory=Accounts)  # what each file of the folders is
     holes: list[str] = field(
         default_factory=list
@@ -113,7 +113,7 @@ class DatasetReport:
         return [seen for seen in self.usable if seen.variants]
 
     @property
-    def across(self) -> list[list[str]]:
+    def split_duplicates(self) -> list[list[str]]:
         """Groups of near-duplicates that the split separates: some held out, some trained on."""
         held = set(self.held_out)
         return [group for group in self.near if 0 < len(held.intersection(group)) < len(group)]
@@ -140,7 +140,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
     scan, inpaints = scan_sources(config.data), known_to_inpaint(config)
     small = too_small(scan.images, config.data, config.model.architecture.multiple)
-    images = _named(drop_rejected(scan.images, small), config)
+    images = _prefix_names(drop_rejected(scan.images, small), config)
     found = DatasetReport(
         ", ".join(dict.fromkeys(names)) or config.data.place,
         scan.captions,
@@ -186,7 +186,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     return found
 
 
-def _named(images: Sequence[SourceImage], config: TrainConfig) -> list[SourceImage]:
+def _prefix_names(images: Sequence[SourceImage], config: TrainConfig) -> list[SourceImage]:
     """Prefix pictures' names with their folder's, to distinguish several sources."""
     paths = [source.path for source in config.data.members]
     if len(set(paths)) == 1:

@@ -72,7 +72,7 @@ class SaliencyModel:
         return ", ".join(text for name, text in sorted(entries.items()) if name.lower() in ("license", "licence"))
 
     def mask(self, image: Image.Image) -> Image.Image:
-        """The mask of an RGB picture: white where it stands out. UnusableImage: nothing does."""
+        """Compute the mask of an RGB picture: white where it stands out. Raises UnusableImage if nothing does."""
         pixels = np.asarray(image.resize(self.size, Image.Resampling.LANCZOS), np.float32)
         scaled = (pixels / max(float(pixels.max()), 1e-6) - MEAN) / STD  # as U2-Net's RescaleT and ToTensorLab do
         batch = scaled.transpose(2, 0, 1)[None].astype(np.float32)  # [1, 3, height, width]

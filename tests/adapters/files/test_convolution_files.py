@@ -387,7 +387,7 @@ def test_two_dimensional_factors_get_the_kernel_of_their_layer(tmp_path: Path) -
         save_file({f"{CONV1}.{name}": f for name, f in factors.items()}, tmp_path / "x.safetensors")
         (update,) = read_lora(tmp_path / "x.safetensors").values()
         assert isinstance(update, kind) and update.kernel == (3, 3) and update.shape == (8, 72)
-        assert update.as_lora().saved()[0]["down"].shape[1:] == (8, 3, 3)
+        assert update.as_lora().file_factors()[0]["down"].shape[1:] == (8, 3, 3)
 
 
 def test_a_base_refuses_an_update_of_another_shape(tmp_path: Path) -> None:

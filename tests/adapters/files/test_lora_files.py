@@ -117,7 +117,7 @@ def test_the_alpha_of_a_fused_module_is_that_of_its_parts_together() -> None:
 def test_a_fused_update_that_shares_its_first_factor_stays_whole() -> None:
     torch.manual_seed(0)
     whole = LoraUpdate(torch.randn(4, 8), torch.randn(30, 4), 0.5)
-    parts = whole.parts(THIRDS)
+    parts = whole.split(THIRDS)
     assert [part.rank for part in parts if part] == [4, 4, 4]
     torch.testing.assert_close(torch.cat([part.delta() for part in parts if part]), whole.delta(), rtol=0, atol=1e-6)
     again = fuse({rows: part for rows, part in reversed([*zip(THIRDS, parts, strict=True)]) if part})
@@ -144,10 +144,10 @@ def test_an_untrained_part_and_an_untrained_whole_are_kept(rank: int) -> None:
     torch.manual_seed(0)
     parts = [LoraUpdate(torch.randn(rank, 8), torch.randn(10, rank)) for _ in range(3)]
     parts[0] = LoraUpdate(parts[0].down, torch.zeros(10, rank))
-    back = fuse(dict(zip(THIRDS, parts, strict=True))).parts(THIRDS)
+    back = fuse(dict(zip(THIRDS, parts, strict=True))).split(THIRDS)
     assert all(b is not None and torch.equal(b.down, p.down) for b, p in zip(back, parts, strict=True))
     empty = [LoraUpdate(part.down, torch.zeros_like(part.up)) for part in parts]
-    assert None not in fuse(dict(zip(THIRDS, empty, strict=True))).parts(THIRDS)
+    assert None not in fuse(dict(zip(THIRDS, empty, strict=True))).split(THIRDS)
 
 
 @pytest.mark.parametrize("heights", [(1, 1, 1), (1, 1, 1, 4), (4, 1, 1), (2, 3)])
@@ -163,7 +163,7 @@ def test_parts_of_different_heights_scales_and_ranks(heights: tuple, scales: tup
     ]
     torch.testing.assert_close(fused.delta(), torch.cat(expected), rtol=1e-6, atol=1e-6)
     assert fused.rank == sum(part.rank for part in parts if part)
-    for back, part in zip(fused.parts(spans), parts, strict=True):
+    for back, part in zip(fused.split(spans), parts, strict=True):
         assert (back is None) == (part is None)
         if part is not None and back is not None:
             torch.testing.assert_close(back.delta(), part.delta(), rtol=1e-6, atol=1e-6)
@@ -173,7 +173,7 @@ def test_parts_of_different_heights_scales_and_ranks(heights: tuple, scales: tup
 def test_alpha_grows_with_the_rank_of_what_is_fused() -> None:
     """As musubi's and sd-scripts' converters have it: three ranks stacked, three times alpha."""
     parts = {rows: LoraUpdate(torch.randn(4, 8), torch.randn(6, 4), 2.0 / 4) for rows in THIRDS}
-    factors, alpha = fuse(parts).saved()
+    factors, alpha = fuse(parts).file_factors()
     assert alpha == 6.0 and [tuple(factor.shape) for factor in factors.values()] == [(12, 8), (18, 12)]
 
 
@@ -189,7 +189,7 @@ def test_every_kind_of_update_of_a_fused_layer_is_split_exactly() -> None:
     weight = torch.randn(12, 8)
     for update in (lora, lokr, loha, dora, oft):
         pieces = [weight[rows.within(12)] for rows in spans]
-        found = [part.difference(piece) for part, piece in zip(update.split(spans), pieces, strict=True) if part]
+        found = [part.delta_for(piece) for part, piece in zip(update.split(spans), pieces, strict=True) if part]
         assert [len(each) for each in found] == [2, 2, 8]
         torch.testing.assert_close(torch.cat(found), update.delta_for(weight), rtol=1e-6, atol=1e-6)
 

@@ -247,7 +247,7 @@ def test_files_of_other_tools_are_applied_as_comfyui_does(case: str, tmp_path: P
         wrapped = wrapping_layer(update, linear, ADAPTER)
         x = torch.randn(3, update.shape[1])
         close(wrapped(x), linear(x) + x @ update.delta().t())
-        close(wrapped.merged(linear.weight.data), linear.weight.data + update.delta())
+        close(wrapped.merge(linear.weight.data), linear.weight.data + update.delta())
         assert torch.linalg.matrix_rank(update.delta().double(), rtol=1e-5) <= update.rank == update.as_lora().rank, (
             layer
         )
@@ -305,8 +305,8 @@ def test_what_files_of_lokr_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="to_q is LoKr, which equals a LoRA of rank 8. Give --rank 8,.*format lycoris"):
         write_lora(update, tmp_path / "y.safetensors", "kohya")
     with pytest.raises(UserError, match="to_q is LoRA; lycoris files hold LoKr or LoHa"):
-        write_lora({layer: u.plain() for layer, u in update.items()}, tmp_path / "y.safetensors", "lycoris")
-    part = update["transformer_blocks.0.attn.to_q"].parts(stacked(*[1] * 8))[1]  # 3 of the 6 rows of W2
+        write_lora({layer: u.as_lora() for layer, u in update.items()}, tmp_path / "y.safetensors", "lycoris")
+    part = update["transformer_blocks.0.attn.to_q"].split(stacked(*[1] * 8))[1]  # 3 of the 6 rows of W2
     with pytest.raises(UserError, match="only some rows of a fused layer's LoKr"):
         write_lora({"transformer_blocks.0.attn.to_q": part}, tmp_path / "y.safetensors", "lycoris")
 

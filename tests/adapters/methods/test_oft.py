@@ -12,7 +12,7 @@ from frozen_layers import IN, OUT, frozen, weight_of, weighted
 from reference import dora_oft
 from torch import Tensor
 
-from simpletune.adapters.methods.formulas import triangle_of, turn, upper
+from simpletune.adapters.methods.formulas import block_rotations, triangle_of, upper
 from simpletune.adapters.methods.layers import all_layers, innermost_layer
 from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.methods.oft_layer import OftLayer
@@ -56,13 +56,13 @@ def test_output_gradients_and_weight_are_those_of_the_definition(kind: str, bias
 
 def test_a_rotation_is_orthogonal_and_a_zero_one_changes_nothing() -> None:
     torch.manual_seed(0)
-    rotation = turn(torch.randn(3, 28), SIDE) + torch.eye(SIDE)
+    rotation = block_rotations(torch.randn(3, 28), SIDE) + torch.eye(SIDE)
     torch.testing.assert_close(rotation @ rotation.transpose(1, 2), torch.eye(SIDE).expand(3, -1, -1))
     base, x = frozen("linear"), torch.randn(4, IN)
     still = OftLayer(base, {"oft_triangle": torch.zeros(OUT // SIDE, 28)})
     torch.testing.assert_close(still(x), base(x), rtol=0, atol=0)
     w = frozen("linear").get_parameter("weight")
-    turned = OftLayer(base, {"oft_triangle": torch.randn(OUT // SIDE, 28)}).merged(w)
+    turned = OftLayer(base, {"oft_triangle": torch.randn(OUT // SIDE, 28)}).merge(w)
     torch.testing.assert_close(torch.linalg.svdvals(turned), torch.linalg.svdvals(w))  # the paper's point
     triangle = torch.randn(2, 28)
     torch.testing.assert_close(triangle_of(upper(triangle, SIDE)), triangle, rtol=0, atol=0)

@@ -51,7 +51,7 @@ def test_comfyui_applies_every_layout_to_sd3s_encoders(layout: str, pipeline: Pa
     again = read_lora(file)
     assert set(again) == {*updates, *of_denoiser(pipeline, "sd3")}
     for layer, one in updates.items():
-        torch.testing.assert_close(again[layer].difference(torch.empty(0)), one.delta(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(again[layer].delta_for(torch.empty(0)), one.delta(), rtol=0, atol=1e-6)
 
 
 def test_sd15s_only_encoder_has_kohyas_unnumbered_keys(sd15: Path, tmp_path: Path) -> None:
@@ -304,12 +304,12 @@ def test_mix_and_resize_take_text_encoders_along(pipeline: Path, tmp_path: Path)
     assert set(found) == set(updates)
     for layer, each in found.items():
         expected = 0.5 * updates[layer].delta() + (2 * second[layer].delta() if layer in second else 0)
-        torch.testing.assert_close(each.difference(torch.empty(0)), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(each.delta_for(torch.empty(0)), expected, rtol=0, atol=1e-5)
     assert main(["resize", str(out), "--rank", "5", "--out", str(tmp_path / "c.safetensors")]) == 0
     for layer, each in read_lora(tmp_path / "c.safetensors").items():
         assert each.rank == 5
-        expected = found[layer].difference(torch.empty(0))
-        torch.testing.assert_close(each.difference(torch.empty(0)), expected, rtol=0, atol=1e-5)
+        expected = found[layer].delta_for(torch.empty(0))
+        torch.testing.assert_close(each.delta_for(torch.empty(0)), expected, rtol=0, atol=1e-5)
 
 
 def test_merge_changes_the_encoders_of_a_single_file(pipeline: Path, tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_updates_of_text_layers_that_no_tool_reads_are_refused_with_a_remedy() -
         with pytest.raises(UserError, match=remedy):
             text_tensors_of({layer: lokr}, layout)
     found = text_tensors_of({layer: lokr}, "lycoris", dtype=torch.bfloat16)
-    saved, alpha = lokr.saved()
+    saved, alpha = lokr.file_factors()
     assert {key.rpartition(".")[2] for key in found} == {*saved, "alpha"}
     assert len({key.rpartition(".")[0] for key in found}) == 1
     for key, tensor in found.items():

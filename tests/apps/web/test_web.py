@@ -83,9 +83,9 @@ def test_no_path_outside_of_the_roots(tmp_path: Path) -> None:
     (run / "leak").symlink_to(tmp_path / "out" / "secret.txt")
     assert roots.run("one") == run
     assert [roots.run(name) for name in ("", ".", "..", "../runs", ".web", "none", "one/../one", "\0")] == [None] * 8
-    assert roots.inside(run, "config.json") == run / "config.json"
+    assert roots.find_inside(run, "config.json") == run / "config.json"
     for name in ("leak", "../../link/secret.txt", "nothing", "/etc/passwd"):
-        assert roots.inside(run, name) is None
+        assert roots.find_inside(run, name) is None
     (tmp_path / "in" / "runs" / "elsewhere").symlink_to(make_run(tmp_path / "out" / "run"))
     assert [folder.name for folder in roots.all_runs()] == ["one"]
 

@@ -136,11 +136,11 @@ def test_a_log_s_lock_is_tried_again_and_its_absence_is_no_error(
         *(((number,), False, True, 1) for number in UNSUPPORTED),
     ):
         monkeypatch.setattr(fcntl, "flock", answers(*numbers))
-        assert (processes._locked(3, shared), len(tries)) == (expected, count), numbers
+        assert (processes._try_lock(3, shared), len(tries)) == (expected, count), numbers
         assert set(tries) == {(fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB}
     monkeypatch.setattr(fcntl, "flock", answers(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
-        processes._locked(3)
+        processes._try_lock(3)
 
 
 def test_a_runner_that_another_page_has_started_is_no_error(roots: Roots, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_a_runner_that_another_page_has_started_is_no_error(roots: Roots, monkey
         raise UserError("is still running")
 
     monkeypatch.setattr(processes, "start", start)
-    monkeypatch.setattr(processes, "running", lambda roots, name: looks.pop(0))
+    monkeypatch.setattr(processes, "is_running", lambda roots, name: looks.pop(0))
     queue.ensure_runner(roots)
     assert started == [], "nothing waits"
     monkeypatch.setattr(queue, "is_open", lambda roots: True)

@@ -290,7 +290,7 @@ def test_no_run_starts_while_the_folder_is_looked_at(tmp_path: Path, monkeypatch
         return inspect_folder(folder)
 
     monkeypatch.setattr(scans, "inspect_folder", slow)
-    monkeypatch.setattr(Scans.folder, "__defaults__", (None, 0.0))
+    monkeypatch.setattr(Scans.scan_folder, "__defaults__", (None, 0.0))
     client = open_pages(tmp_path)
     begin(client, "pictures")
     assert half.wait(60)
@@ -309,14 +309,14 @@ def test_a_large_folder_is_scanned_by_a_process_with_the_same_result(
     folder, roots = masked(images(tmp_path / "pictures"), 1), make_roots(tmp_path / "runs", [tmp_path])
     text = json.dumps([str(folder), {}])
     here, beside = ImageScan("a"), ImageScan("b")  # type: ignore[var-annotated]
-    found, same = here.here("folder", text), beside.beside(roots, "folder", text)
+    found, same = here.scan_here("folder", text), beside.scan_in_child(roots, "folder", text)
     assert same.report.files == found.report.files and (beside.done, beside.total) == (3, 3)
     assert [each.image.read_same() for each in same.report.usable] == [
         each.image.read_same() for each in found.report.usable
     ]
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="contains no pictures"):
-        beside.beside(roots, "folder", json.dumps([str(empty), {}]))
+        beside.scan_in_child(roots, "folder", json.dumps([str(empty), {}]))
 
 
 def test_a_scan_that_nobody_asks_for_ends_and_a_changed_folder_is_scanned_anew(
@@ -324,19 +324,19 @@ def test_a_scan_that_nobody_asks_for_ends_and_a_changed_folder_is_scanned_anew(
 ) -> None:
     folder, roots = images(tmp_path / "pictures"), make_roots(tmp_path / "runs", [tmp_path])
     known = Scans(roots)
-    first = known.folder(folder, wait=60)
-    assert first.found is not None and known.folder(folder) is first
+    first = known.scan_folder(folder, wait=60)
+    assert first.found is not None and known.scan_folder(folder) is first
     (folder / "0.txt").write_text("a dog")
-    second = known.folder(folder, wait=60)
+    second = known.scan_folder(folder, wait=60)
     assert second.found is not None and second.found.report.files.count("caption") == 1
     monkeypatch.setattr(scans, "FEW", 0)
     monkeypatch.setattr(scans, "__name__", "simpletune.apps.web.waits")
     monkeypatch.setattr(scans.processes, "spawn", lambda roots, module, words, **pipes: sleeper(pipes))
-    third = known.folder(images(tmp_path / "more"), wait=0)
-    assert third.under_way
+    third = known.scan_folder(images(tmp_path / "more"), wait=0)
+    assert third.is_running
     known.close()
     assert third.ended.wait(60) and third.found is None and third.problem == scans.FAILED
-    assert known.folder(tmp_path / "more", wait=0) is not third
+    assert known.scan_folder(tmp_path / "more", wait=0) is not third
     known.close()
 
 

@@ -39,17 +39,17 @@ def test_a_process_has_a_log_an_end_and_a_name_of_its_own(
     pid = processes.start(roots, [], "it", module)
     assert os.getsid(pid) == pid  # a closed terminal does not end it
     until(lambda: processes.tail(roots, "it", 5) == ["one"])
-    assert processes.running(roots, "it") and processes.exit_code(roots, "it") is None
+    assert processes.is_running(roots, "it") and processes.exit_code(roots, "it") is None
     assert processes.find_process(roots, "it") == pid
     with pytest.raises(UserError, match="it is still running. Wait"):
         processes.start(roots, [], "it", module)
     assert processes.tail(roots, "it", 5) == ["one"]  # the refused one has not emptied it
     (tmp_path / "go").touch()
     until(lambda: processes.exit_code(roots, "it") == 3)
-    assert not processes.running(roots, "it") and processes.find_process(roots, "it") is None
+    assert not processes.is_running(roots, "it") and processes.find_process(roots, "it") is None
     assert processes.tail(roots, "it", 1) == ["three"]
     processes.send_signal(roots, "it")  # nobody is there to get it
-    assert not processes.running(roots, "never") and processes.tail(roots, "never", 3) == []
+    assert not processes.is_running(roots, "never") and processes.tail(roots, "never", 3) == []
 
 
 def test_the_first_root_holds_no_modules(tmp_path: Path, roots: Roots) -> None:
@@ -75,18 +75,18 @@ processes.start(roots, [], "it", "waits")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-    assert processes.find_process(roots, "it") is not None and processes.running(roots, "it")
+    assert processes.find_process(roots, "it") is not None and processes.is_running(roots, "it")
     record = processes.log_file(roots, "it").with_suffix(".json")
     known = json.loads(record.read_text())
     for change in ({"started": known["started"] + 1}, {"boot": "another"}, {"pid": "1"}):  # another's ID is not ours
         record.write_text(json.dumps({**known, **change}))
         assert processes.find_process(roots, "it") is None
-    assert processes.running(roots, "it")  # the log tells
+    assert processes.is_running(roots, "it")  # the log tells
     record.write_text(json.dumps({**known, "boot": known["boot"].split()[0]}))  # as an older version wrote it
-    assert processes.find_process(roots, "it") == known["pid"] and not processes.lost_in_restart(roots, "it")
+    assert processes.find_process(roots, "it") == known["pid"] and not processes.was_ended_by_restart(roots, "it")
     record.write_text(json.dumps(known))
     processes.send_signal(roots, "it")
-    until(lambda: not processes.running(roots, "it"))
+    until(lambda: not processes.is_running(roots, "it"))
 
 
 def test_a_log_stays_in_its_folder(roots: Roots) -> None:

@@ -168,7 +168,7 @@ def lose_power(roots: Roots, runner: subprocess.Popen[bytes], *names: str) -> No
     runner.wait()
     for name in names:
         processes.send_signal(roots, name, signal.SIGKILL)
-        until(lambda name=name: not processes.running(roots, name))
+        until(lambda name=name: not processes.is_running(roots, name))
     for file in (roots.own / "logs").glob("*.json"):
         file.write_text(json.dumps({**json.loads(file.read_text()), "boot": "before"}))
 
@@ -296,7 +296,7 @@ def test_the_runner_works_the_queue_off_and_ends(tmp_path: Path, roots: Roots, m
     put(roots, "one", "two")
     until(lambda: states(roots) == [("one", "failed"), ("two", "failed")], 100)
     assert "does not exist" in queue.read_queue(roots)[0].reason
-    until(lambda: not processes.running(roots, queue.RUNNER))
+    until(lambda: not processes.is_running(roots, queue.RUNNER))
 
 
 def test_a_runner_that_fails_is_not_tried_again_at_once(

@@ -15,7 +15,7 @@ from simpletune.apps.web import queue, run_state, runs_page
 from simpletune.apps.web.queue import QueueEntry
 from simpletune.apps.web.roots import make_roots
 from simpletune.apps.web.run_state import newest_image
-from simpletune.apps.web.runs_page import differences, flat
+from simpletune.apps.web.runs_page import differences, flatten
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_what_differs_is_counted_against_most_runs() -> None:
     assert differences(settings) == [["b x"], [], ["a 2"], []]
     many = [{}, {"k": "1"}, *({f"k{n}": "1"} for n in range(2)), {f"x{n}": "1" for n in range(9)}]
     assert differences(many)[4][-1] == "and 3 more" and len(differences(many)[4]) == 7
-    assert flat({"a": {"b": [1, 2]}, "c": "x" * 99}) == {"a.b": "[1, 2]", "c": "x" * 37 + "..."}
+    assert flatten({"a": {"b": [1, 2]}, "c": "x" * 99}) == {"a.b": "[1, 2]", "c": "x" * 37 + "..."}
 
 
 def test_two_hundred_runs_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

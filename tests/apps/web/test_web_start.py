@@ -285,7 +285,7 @@ def test_the_preset_is_what_init_suggests(tmp_path: Path) -> None:
     seen = inspect_folder(folder)
     made, suggested = presets.preset(card, folder, seen, "sks dog"), suggest(folder, Answers(trigger="sks dog"), card)
     assert made.data == suggested.config and made.data["memory"]["profile"] == "12gb"
-    assert made.reasons["memory.profile"] == "for RTX4070" and set(suggested.notes) <= set(made.embed_images)
+    assert made.reasons["memory.profile"] == "for RTX4070" and set(suggested.notes) <= set(made.image_notes)
     assert presets.preset(card, folder, None, "sks").origin == presets.WITH_CARD  # while it is looked at
     for number in range(3):
         (folder / f"{number}.txt").write_text("a cat")

@@ -260,7 +260,7 @@ def test_a_caption_that_changes_while_the_model_works_is_left_alone(
     with pytest.raises(UserError, match=r"(?s)1 entry has no new caption.*a.png: a.txt was changed by something else"):
         run(request(images, folders["blip"]))
     assert texts(images)["a.txt"] == "typed meanwhile" and len(texts(images)) == 5
-    assert Record(images).of(caption_file(images, images / "a.png")) is None
+    assert Record(images).find(caption_file(images, images / "a.png")) is None
 
 
 def test_pictures_that_cannot_be_read_are_named_and_the_others_captioned(

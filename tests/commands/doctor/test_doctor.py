@@ -23,10 +23,10 @@ from fake_hub import Failure
 from inbox import Inbox
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.doctor import checks, hub_checks, probe, run_checks
+from simpletune.commands.doctor import checks, doctor_command, hub_checks, probe
+from simpletune.commands.doctor.doctor_command import CHECKS, private, report, run_checks
 from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Machine
 from simpletune.commands.doctor.probe import ProbeProcess
-from simpletune.commands.doctor.run_checks import CHECKS, private, report, run_checks
 from simpletune.system.options import UserError
 
 GIB = 2**30
@@ -319,7 +319,7 @@ def test_an_exception_of_a_check_is_its_result_after_what_it_found(monkeypatch: 
         yield Finding("first", OK, "")
         raise ZeroDivisionError("in a check")
 
-    monkeypatch.setattr(run_checks, "CHECKS", (checks.python, broken, checks.port))
+    monkeypatch.setattr(doctor_command, "CHECKS", (checks.python, broken, checks.port))
     findings = list(run_checks(machine(), 0))
     assert [finding.level for finding in findings] == [OK, OK, PROBLEM, OK]
     assert [finding.name for finding in findings[1:3]] == ["first", "broken"]
@@ -443,7 +443,9 @@ def test_the_file_holds_neither_secrets_nor_home_folders(monkeypatch: pytest.Mon
 
 
 def test_the_parent_imports_no_torch() -> None:
-    code = "import sys, simpletune.commands.doctor.run_checks, simpletune.models.sd3; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, simpletune.commands.doctor.doctor_command, simpletune.models.sd3; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -459,7 +461,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_doctor_writes_the_file_that_is_asked_for_and_ends_with_0_on_a_right_machine(
     offline: Path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(run_checks, "Machine", lambda probe, notify: machine())
+    monkeypatch.setattr(doctor_command, "Machine", lambda probe, notify: machine())
     assert main(["doctor"]) == 0 and list(offline.iterdir()) == []  # nothing is written unasked
     assert "For a bug report, add --out FILE" in capsys.readouterr().out
     assert main(["doctor", "--out", "doctor.txt"]) == 0
@@ -476,11 +478,11 @@ def test_doctor_writes_the_file_that_is_asked_for_and_ends_with_0_on_a_right_mac
 def test_problems_end_it_with_1_and_the_file_is_private(offline: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
     wrong = {"bitsandbytes": {"error": f"OSError: /home/ann/lib.so of {fake_hub.TOKEN}"}}
-    monkeypatch.setattr(run_checks, "Machine", lambda probe, notify: machine(wrong))
+    monkeypatch.setattr(doctor_command, "Machine", lambda probe, notify: machine(wrong))
     assert main(["doctor", "--no-train", "--out", "doctor.txt"]) == 1
     assert "1 problem," in capsys.readouterr().err
     assert "OSError: ~/lib.so of ***" in (offline / "doctor.txt").read_text()
-    monkeypatch.setattr(run_checks, "Machine", lambda probe, notify: machine(python=(3, 9, 0)))
+    monkeypatch.setattr(doctor_command, "Machine", lambda probe, notify: machine(python=(3, 9, 0)))
     assert main(["doctor", "--no-train", "--out", "other.txt"]) == 1
     assert "problem  Python: 3.9.0" in capsys.readouterr().out
     assert "problem  Python: 3.9.0" in (offline / "other.txt").read_text()

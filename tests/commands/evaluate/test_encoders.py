@@ -29,7 +29,7 @@ from simpletune.commands.evaluate.encoders import (
     normalise,
     scale_and_crop,
 )
-from simpletune.commands.evaluate.evaluation_estimate import encoding_bytes
+from simpletune.commands.evaluate.predict_stages import encoding_bytes
 from simpletune.data.demo import demo_scenes
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.system.options import UserError

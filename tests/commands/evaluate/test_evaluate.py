@@ -19,12 +19,12 @@ from tiny_runs import TrainOnce
 from simpletune.apps.cli.evaluate import evaluate_arguments
 from simpletune.apps.cli.main import main
 from simpletune.commands.evaluate import evaluate as command
-from simpletune.commands.evaluate import evaluation_estimate
+from simpletune.commands.evaluate import predict_stages
 from simpletune.commands.evaluate.encoders import find_encoder
 from simpletune.commands.evaluate.evaluate import evaluate, plan_of
-from simpletune.commands.evaluate.evaluation_estimate import estimate_stages, speeds_at_hand
-from simpletune.commands.evaluate.gallery_images import Gallery
+from simpletune.commands.evaluate.missing_images import Gallery
 from simpletune.commands.evaluate.plan import EvaluationPlan, evaluated_weights, identity, shots_of
+from simpletune.commands.evaluate.predict_stages import estimate_stages, speeds_at_hand
 from simpletune.commands.evaluate.prompt_sets import Prompt
 from simpletune.commands.generate.session import GenerationSession
 from simpletune.runs.folder import read_scores
@@ -67,7 +67,7 @@ class Counted:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prediction does not measure this CPU."""
-    monkeypatch.setattr(evaluation_estimate, "speeds_at_hand", lambda cache, card: (Counted(), "counted"))
+    monkeypatch.setattr(predict_stages, "speeds_at_hand", lambda cache, card: (Counted(), "counted"))
 
 
 def parsed(run: Path, *words: object) -> argparse.Namespace:
@@ -170,7 +170,7 @@ def stops(monkeypatch: pytest.MonkeyPatch, unpredicted: None) -> Iterator[list[i
     from simpletune.commands.evaluate.encoders import ImageEncoder
 
     counting(Sampler, "latents", 0)
-    counting(ImageEncoder, "of_images", 1)
+    counting(ImageEncoder, "embed_images", 1)
     yield left
 
 
@@ -316,7 +316,7 @@ def test_a_card_that_is_too_small_is_refused_before_anything_is_drawn(
     assert set(found) == {"text", "draw", "decode", "eye", "reader"}
     assert found["draw"].bytes > 4 * 100_000 and found["draw"].seconds > 0
     session.device = torch.device("cuda")
-    monkeypatch.setattr(evaluation_estimate, "card_at_hand", lambda device: (Card("tiny", 0.5, (8, 9), found=1.0), 0))
+    monkeypatch.setattr(predict_stages, "card_at_hand", lambda device: (Card("tiny", 0.5, (8, 9), found=1.0), 0))
     with pytest.raises(UserError, match=r"text needs .* MiB \(predicted\) and tiny has 512. Use --resident-blocks 0"):
         estimate_stages(plan, command.encoders_of(False, encoders), 5)
 
@@ -356,7 +356,7 @@ def test_the_predicted_time_is_near_the_measured(run: Path, encoders: list[str])
     """Of processor time, which other programs do not lengthen much."""
     import time
 
-    from simpletune.commands.evaluate.gallery_images import generate_missing
+    from simpletune.commands.evaluate.missing_images import generate_missing
 
     _, plan = planned(run, "--encoders", *encoders)
     gallery = Gallery(run)

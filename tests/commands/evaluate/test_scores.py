@@ -11,7 +11,7 @@ from reference import scores as reference
 
 from simpletune.commands.evaluate import scores
 from simpletune.commands.evaluate.measure import means_of
-from simpletune.commands.evaluate.scores import mean_over_prompts, over_sets
+from simpletune.commands.evaluate.scores import jackknife, mean_over_prompts
 
 SIZES = [(2, 2, 3), (7, 5, 16), (12, 3, 40)]  # generated, real, width
 
@@ -27,7 +27,7 @@ def test_scores_equal_the_reference(n: int, m: int, d: int) -> None:
     for row, value in enumerate(scores.subject_fidelity(generated, real)):
         assert value == pytest.approx(reference.mean_of_pairs(generated[row : row + 1], real), **close)
         nearest = max(reference.cosine(generated[row], each) for each in real)
-        assert scores.nearest(generated, real)[row] == pytest.approx(nearest, **close)
+        assert scores.nearest_similarity(generated, real)[row] == pytest.approx(nearest, **close)
     subject = reference.mean_of_pairs(generated, real)
     assert scores.subject_fidelity(generated, real).mean() == pytest.approx(subject, **close)
     matches = scores.prompt_fidelity(generated, prompts).mean()
@@ -104,7 +104,7 @@ def test_the_jackknife_of_a_mean_is_its_own_interval() -> None:
     for seed in range(20):
         values = np.random.default_rng(seed).normal(2.0, 1.0, 24)
         one = mean_over_prompts(values)
-        other = over_sets(lambda chosen, values=values: float(values[list(chosen)].mean()), len(values))
+        other = jackknife(lambda chosen, values=values: float(values[list(chosen)].mean()), len(values))
         assert (other.low, other.high, other.error) == pytest.approx((one.low, one.high, one.error), rel=1e-9)
 
 
@@ -122,7 +122,7 @@ def test_differences_are_paired_and_few_prompts_have_no_interval() -> None:
     assert mean_over_prompts([0.5]).as_json() == {"value": 0.5, "low": None, "high": None, "error": None}
     few = mean_over_prompts([0.5, 0.6, 0.7, 0.8])
     assert (few.low, few.high) == (None, None) and few.error > 0
-    assert over_sets(lambda chosen: float(len(chosen)), 4).low is None
+    assert jackknife(lambda chosen: float(len(chosen)), 4).low is None
 
 
 def test_sets_equal_torchmetrics() -> None:

@@ -18,10 +18,10 @@ from tiny_encoders import write_dino
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate.compare import (
     compare,
+    drop_duplicates,
     models_to_compare,
     open_encoder,
     resolve_weights,
-    without_twins,
 )
 from simpletune.commands.generate.generate import choose_weights, default_prompt, generate
 from simpletune.commands.generate.session import GeneratedImages, GenerationSession, open_session
@@ -82,7 +82,7 @@ def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, ca
     full = runs / "full"
     first, last = checkpoints_of(full)
     (result,) = resolve_weights(str(full))
-    kept = without_twins([BASE, result, first, last])
+    kept = drop_duplicates([BASE, result, first, last])
     assert [each.title for each in kept] == ["base", "full step 2", "full step 4"]
     assert kept[2].denoiser == full / "transformer", "a checkpoint's would not be held in the precision asked for"
     assert "full full and full step 4 have the same weights" in capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, ca
     name = next(iter(values))
     save_file(values | {name: values[name] + 1}, file)
     models = [*resolve_weights(str(elsewhere)), *checkpoints_of(elsewhere)]
-    assert without_twins(models) == models, "the values decide, not the step"
+    assert drop_duplicates(models) == models, "the values decide, not the step"
 
 
 def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(

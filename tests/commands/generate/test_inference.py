@@ -197,7 +197,7 @@ def test_a_lora_of_another_family_is_refused_before_anything_is_loaded(config, l
 def test_models_on_one_base_are_drawn_one_after_another(config, loras) -> None:
     a, half = Weights("a", lora=loras["a"]), Weights("half", lora=loras["a"], scale=0.5)
     full, fused = Weights("full", denoiser=Path("t")), Weights("fused", lora=loras["a"], merged=True)
-    assert SharedBase(config, CPU, {SIZE}).grouped_by_base([BASE, full, a, fused, half]) == [BASE, a, half, full, fused]
+    assert SharedBase(config, CPU, {SIZE}).group_by_base([BASE, full, a, fused, half]) == [BASE, a, half, full, fused]
 
 
 def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, loras, monkeypatch, text) -> None:
@@ -343,7 +343,7 @@ def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: 
 def test_a_run_is_found_in_the_folder_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there/demo").mkdir(parents=True)
-    find = session_module._inside
+    find = session_module._resolve_run_name
     assert find(Path("there"), "demo") == "there/demo" and find(Path("there"), "demo@100") == "there/demo@100"
     assert find(Path("there"), "other") == "other" and find(None, "demo") == "demo"
     with pytest.raises(UserError, match="--run: there/demo is not a run's folder"):
@@ -400,7 +400,7 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(mon
 
 
 def test_the_help_of_no_t5_names_the_families_that_can_do_without_it(capsys: pytest.CaptureFixture[str]) -> None:
-    titles = [family.title for family in FAMILIES if "model.t5=false" in family.text.optional.values()]
+    titles = [family.words.title for family in FAMILIES if "model.t5=false" in family.text.optional.values()]
     with pytest.raises(SystemExit):
         parse(["generate", "--help"])
     assert f"only {' and '.join(titles)} has one" in " ".join(capsys.readouterr().out.split())

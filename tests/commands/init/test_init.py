@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from simpletune.apps.cli.main import main
-from simpletune.apps.cli.train import of_folder
+from simpletune.apps.cli.train import find_or_write_config
 from simpletune.commands.doctor.machine import OK, WARNING, Finding
-from simpletune.commands.init import Answers, Suggestion, inspect_folder, machine, suggest, write_config
+from simpletune.commands.init import Answers, Suggestion, fit_card, init_command, inspect_folder, suggest
 from simpletune.commands.init import choices as making
 from simpletune.commands.init.answers import WHAT, ask
 from simpletune.commands.init.choices import PROFILES, profile_of, templates_for
@@ -123,17 +123,17 @@ def test_sdxl_gets_the_shipped_settings_of_a_card_and_1024_px_for_small_pictures
 
     shipped = ["sdxl_lora_6gb", "sdxl_lora_8gb", "sdxl_lora_24gb", "sd15_lora"]
     monkeypatch.setattr(making, "shipped_names", lambda: shipped)
-    named = SDXL.templates["style"]
+    named = SDXL.words.templates["style"]
     assert templates_for(named, "24gb") == ["sdxl_lora_24gb", "sdxl_lora_8gb", "sdxl_lora_6gb"]
     assert templates_for(named, "16gb") == ["sdxl_lora_8gb", "sdxl_lora_6gb"]
     assert templates_for(named, "4gb") == ["sdxl_lora_6gb"], "the smallest, for a card that is smaller still"
-    assert templates_for(SD15.templates["style"], "4gb") == ["sd15_lora"]
+    assert templates_for(SD15.words.templates["style"], "4gb") == ["sd15_lora"]
 
 
 def test_a_familys_templates_are_shipped_configurations_of_it() -> None:
     for family in FAMILIES:
-        assert set(family.templates) in (set(WHAT), set()), family.title
-        for named in family.templates.values():
+        assert set(family.words.templates) in (set(WHAT), set()), family.words.title
+        for named in family.words.templates.values():
             for profile in PROFILES:
                 for name in templates_for(named, profile):
                     assert read_config(Path(name), needs_data=False)[0].model.family == family.family, name
@@ -150,13 +150,13 @@ def test_settings_that_do_not_fit_give_way_to_those_of_a_smaller_card(monkeypatc
         tried.append(config)
         return "9,000 MiB", len(tried) == 2
 
-    monkeypatch.setattr(machine, "_predicted", predicted)
-    found = machine.fit_to_card(Suggestion(first, (), (), smaller), L4)
+    monkeypatch.setattr(fit_card, "_predict_peak", predicted)
+    found = fit_card.fit_to_card(Suggestion(first, (), (), smaller), L4)
     assert tried[0] == first and found.config == tried[1]
     assert tried[1] == {"name": "x", "precision": {"weights": "int8"}, "optimizer": {"name": "adamw8bit"}}
     assert why(found, "precision, memory") == "predicted: 9,000 MiB"
-    monkeypatch.setattr(machine, "_predicted", lambda config, card: ("9,000 MiB", False))
-    none_fits = machine.fit_to_card(Suggestion(first, (), (), smaller), L4)
+    monkeypatch.setattr(fit_card, "_predict_peak", lambda config, card: ("9,000 MiB", False))
+    none_fits = fit_card.fit_to_card(Suggestion(first, (), (), smaller), L4)
     assert none_fits.config == first and "with the levers of six: 9,000 MiB" in none_fits.notes[-1]
 
 
@@ -418,7 +418,7 @@ def test_the_prediction_accepts_it(tiny_images: Path, tmp_path: Path, capsys: py
 @pytest.mark.parametrize("card", ["4GiB", "RTX3070", "T4", "L4"])
 def test_the_prediction_of_sd3_medium_fits_the_card_without_a_smaller_profile(card: str, tiny_images: Path) -> None:
     first = suggest(tiny_images, device=find_card(card))
-    found = machine.fit_to_card(first, find_card(card))
+    found = fit_card.fit_to_card(first, find_card(card))
     assert found.config == first.config and "predicted: " in why(found, "memory.profile")
 
 
@@ -429,20 +429,20 @@ def test_a_profile_that_does_not_fit_gives_way(tiny_images: Path, monkeypatch: p
         tried.append(config["memory"]["profile"])
         return "9,000 MiB", tried[-1] == "8gb"
 
-    monkeypatch.setattr(machine, "_predicted", predicted)
-    found = machine.fit_to_card(suggest(tiny_images, device=L4), L4)
+    monkeypatch.setattr(fit_card, "_predict_peak", predicted)
+    found = fit_card.fit_to_card(suggest(tiny_images, device=L4), L4)
     assert tried == ["24gb", "16gb", "12gb", "8gb"] and found.config["memory"]["profile"] == "8gb"
     assert why(found, "memory.profile").endswith("predicted: 9,000 MiB")
     assert [each.path for each in found.reasons].count("memory.profile") == 1
-    monkeypatch.setattr(machine, "_predicted", lambda config, card: ("9,000 MiB", False))
-    found = machine.fit_to_card(suggest(tiny_images, device=L4), L4)
+    monkeypatch.setattr(fit_card, "_predict_peak", lambda config, card: ("9,000 MiB", False))
+    found = fit_card.fit_to_card(suggest(tiny_images, device=L4), L4)
     assert f"predicted not to fit even with the levers of {PROFILES[0]}: 9,000 MiB" in found.notes[-1]
 
     def unknown(config: Json, card: Card) -> tuple[str, bool]:
         raise UserError("not in the local cache")
 
-    monkeypatch.setattr(machine, "_predicted", unknown)  # as where it needs a download
-    found = machine.fit_to_card(suggest(tiny_images, device=L4), L4)
+    monkeypatch.setattr(fit_card, "_predict_peak", unknown)  # as where it needs a download
+    found = fit_card.fit_to_card(suggest(tiny_images, device=L4), L4)
     assert found.notes[-1].startswith("not predicted (not in the local cache)")
 
 
@@ -450,14 +450,14 @@ def test_the_card_of_this_machine_is_asked_from_torch(monkeypatch: pytest.Monkey
     device = {"name": "NVIDIA L4", "total": 22 * 2**30, "free": 0, "capability": [8, 9]}
     refused: Json = {"devices": [], "refused": "the driver is too old"}
     answers: list[Json] = [{"devices": [device]}, refused, {"error": "killed"}]
-    monkeypatch.setattr(machine.ProbeProcess, "ask", lambda probe, question: answers.pop(0))
-    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    card, reason = machine.card_here()
+    monkeypatch.setattr(fit_card.ProbeProcess, "ask", lambda probe, question: answers.pop(0))
+    monkeypatch.setattr(fit_card.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    card, reason = fit_card.card_here()
     assert card is not None and (card.name, card.capability, profile_of(card)[0]) == ("NVIDIA L4", (8, 9), "24gb")
-    assert machine.card_here() == (None, "the driver is too old") and machine.card_here() == (None, "killed")
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    monkeypatch.setattr(machine, "SIGNS", ("/no/such/device",))
-    assert machine.card_here() == (None, "no NVIDIA driver was found")  # asks nothing: there is no answer left
+    assert fit_card.card_here() == (None, "the driver is too old") and fit_card.card_here() == (None, "killed")
+    monkeypatch.setattr(fit_card.shutil, "which", lambda name: None)
+    monkeypatch.setattr(fit_card, "SIGNS", ("/no/such/device",))
+    assert fit_card.card_here() == (None, "no NVIDIA driver was found")  # asks nothing: there is no answer left
 
 
 def test_a_missing_login_or_licence_is_said_before_a_download(
@@ -469,16 +469,16 @@ def test_a_missing_login_or_licence_is_said_before_a_download(
         asked.append(model)
         return [Finding(model, level, "the hub does not give it to this account", "why", "accept the licence")]
 
-    monkeypatch.setattr(machine, "access", access)
+    monkeypatch.setattr(fit_card, "access", access)
     finding = Finding("hub login", WARNING, "no token", "", "hf auth login")
-    monkeypatch.setattr(machine, "login", lambda machine: [finding])
-    monkeypatch.setattr(machine, "_predicted", lambda config, card: ("1 MiB", True))
+    monkeypatch.setattr(fit_card, "login", lambda machine: [finding])
+    monkeypatch.setattr(fit_card, "_predict_peak", lambda config, card: ("1 MiB", True))
     assert main(["init", str(tiny_images), "--device", "L4", "--out", str(tmp_path / "a.json")]) == 0
     text = capsys.readouterr().out
     assert asked == [MEDIUM] and "hf auth login" in text and "accept the licence" in text
     level = OK
-    assert list(machine.model_findings(MEDIUM)) == []  # a model that can be had needs no login
-    assert list(machine.model_findings(str(tiny_images))) == [] and len(asked) == 2  # a folder is not asked for
+    assert list(fit_card.model_findings(MEDIUM)) == []  # a model that can be had needs no login
+    assert list(fit_card.model_findings(str(tiny_images))) == [] and len(asked) == 2  # a folder is not asked for
 
 
 class Typed:
@@ -515,43 +515,45 @@ def test_only_a_terminal_is_asked(
     terminal: bool, quiet: bool, tiny_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Answers] = []
-    monkeypatch.setattr(write_config, "ask", lambda answers, *rest: asked.append(answers) or answers)
+    monkeypatch.setattr(init_command, "ask", lambda answers, *rest: asked.append(answers) or answers)
     monkeypatch.setattr("sys.stdin.isatty", lambda: terminal, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
-    write_config.init_command(tiny_images, Answers(), tmp_path / "a.json", "cpu", quiet=quiet)
+    init_command.init_command(tiny_images, Answers(), tmp_path / "a.json", "cpu", quiet=quiet)
     assert len(asked) == (terminal and not quiet)
 
 
 def test_a_folder_is_trained_with_the_configuration_beside_it(tmp_path: Path, monkeypatch, capsys) -> None:
     folder, file = write(tmp_path / "my pictures", 3, 64), tmp_path / "my pictures.json"
-    monkeypatch.setattr(machine, "card_here", lambda: (None, "no driver"))
+    monkeypatch.setattr(fit_card, "card_here", lambda: (None, "no driver"))
     no_photos = "this trains the tiny model: it draws flat figures of 64 px, no photos"
-    assert of_folder(folder) == file and re.search(f"written.*{no_photos}", capsys.readouterr().out, re.DOTALL)
+    assert find_or_write_config(folder) == file and re.search(
+        f"written.*{no_photos}", capsys.readouterr().out, re.DOTALL
+    )
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"name": "mine"}))
-    assert of_folder(folder) == file and json.loads(file.read_text())["name"] == "mine"
+    assert find_or_write_config(folder) == file and json.loads(file.read_text())["name"] == "mine"
     told = capsys.readouterr().out
     assert f"{file} is used again. {to_paste('simpletune', 'init', folder)} --overwrite" in told and no_photos in told
     file.write_text(json.dumps(config | {"data": config["data"] | {"path": "demo:pictures"}}))
     with pytest.raises(UserError, match="is a configuration for other pictures"):
-        of_folder(folder)
+        find_or_write_config(folder)
     file.write_text('{"photos": 3}')
     with pytest.raises(UserError, match="unknown field"):
-        of_folder(folder)
+        find_or_write_config(folder)
     assert file.read_text() == '{"photos": 3}'
-    assert of_folder(file) == file and of_folder(Path("demo")) == Path("demo")
+    assert find_or_write_config(file) == file and find_or_write_config(Path("demo")) == Path("demo")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "a.json").write_text("{}")
-    assert of_folder(tmp_path / "configs") == tmp_path / "configs"  # reading it says to name a file in it
+    assert find_or_write_config(tmp_path / "configs") == tmp_path / "configs"  # reading it says to name a file in it
 
 
 def test_the_predicted_peak_is_compared_with_the_card(tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
-    words, fits = machine._predicted(tiny_config, L4)
+    words, fits = fit_card._predict_peak(tiny_config, L4)
     needed = int(re.match(r"([\d,]+) MiB of the card's 22,", words).group(1).replace(",", ""))  # type: ignore[union-attr]
     assert fits and "with allowances, most in the stage " in words
     assert capsys.readouterr().out == "predict    memory on L4\n", "what the configuration settles is not said"
     for gib, enough in (((needed + 1) / 1024, True), ((needed - 1) / 1024, False)):
-        assert machine._predicted(tiny_config, Card("Test", gib, (8, 9), found=1.0))[1] is enough
+        assert fit_card._predict_peak(tiny_config, Card("Test", gib, (8, 9), found=1.0))[1] is enough
 
 
 def test_files_that_may_hold_captions_are_asked_about(tmp_path: Path) -> None:
@@ -623,7 +625,7 @@ def test_folders_of_sd_scripts_below_another_are_asked_about(tmp_path: Path, cap
     assert [shlex.split(command)[2:-2] for command in commands] == [
         [str(folder / "img")], [str(folder / "reg")], [str(folder), "data.folder_names=plain"],
     ]  # fmt: skip
-    assert all(write_config.endswith(" --device cpu") for command in commands)
+    assert all(command.endswith(" --device cpu") for command in commands)
     found = suggest(folder / "img")
     assert found.config["data"]["folder_names"] == "kohya" and not found.questions
     assert "10 repeats of 'sks dog'" in why(found, "data.folder_names")
@@ -749,7 +751,7 @@ def test_train_of_a_folder_stops_at_a_question_and_writes_the_answer_into_the_fi
     assert main(["train", str(folder)]) == 2 and not (tmp_path / "dog.json").exists()
     said = capsys.readouterr().err
     assert "1 question before anything is trained" in said and f"simpletune train {folder} data.mask=null" in said
-    of_folder(folder, ["data.mask=null", "train.steps=3"])
+    find_or_write_config(folder, ["data.mask=null", "train.steps=3"])
     written = json.loads((tmp_path / "dog.json").read_text())
     assert written["data"]["mask"] is None and written["train"]["steps"] != 3, "only what is said of the data"
 
@@ -770,7 +772,7 @@ def test_a_class_that_is_not_one_known_word_is_asked_for(name: str, offered: lis
     named = suggest(tmp_path / name, Answers(trigger="sks dog"))
     assert not named.questions and named.config["prior"]["prompt"] == "a photo of a dog"
     assert "A step takes about twice the time" in why(named, "prior.method")
-    command_line = write_config.open_questions(Path("x y"), found.questions, Answers(), ["data.flip=true"], "train")
+    command_line = init_command.open_questions(Path("x y"), found.questions, Answers(), ["data.flip=true"], "train")
     assert "init 'x y' data.flip=true --trigger sks && " in command_line and "train 'x y'" in command_line
 
 

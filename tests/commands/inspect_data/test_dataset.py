@@ -15,7 +15,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.init import machine
+from simpletune.commands.init import fit_card
 from simpletune.commands.inspect_data import near_duplicates as duplicates
 from simpletune.commands.inspect_data import scan as look_at
 from simpletune.commands.inspect_data.folder_config import folder_config, page_config
@@ -132,7 +132,7 @@ def test_a_folder_is_examined_as_training_would_read_it(
 ) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(tiny_images, folder)
-    monkeypatch.setattr("simpletune.commands.init.machine.card_here", lambda: (None, "no driver"))
+    monkeypatch.setattr("simpletune.commands.init.fit_card.card_here", lambda: (None, "no driver"))
 
     def sizes(*words: str) -> tuple[int, list[list[int]]]:
         assert main(["data", str(folder), "--json", *words]) == 0
@@ -366,7 +366,7 @@ SD15, SDXL = "stable-diffusion-v1-5/stable-diffusion-v1-5", "stabilityai/stable-
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two photos of a dog on a machine without a card."""
-    monkeypatch.setattr(machine, "card_here", lambda: (None, "no NVIDIA driver was found"))
+    monkeypatch.setattr(fit_card, "card_here", lambda: (None, "no NVIDIA driver was found"))
     folder = tmp_path / "dog"
     folder.mkdir()
     for number, size in enumerate([(1282, 1282), (1600, 1000)]):

@@ -180,7 +180,7 @@ def test_large_pictures_are_converted_in_strips(monkeypatch: pytest.MonkeyPatch)
     rows = np.random.default_rng(0).integers(0, 256, (64, 8, 4), dtype=np.uint8)
     data = encoded(Image.fromarray(rows), icc_profile=display_p3())
     whole, converted = decode(data), []
-    monkeypatch.setattr("simpletune.data.sources.images.STRIP_PIXELS", 80)
+    monkeypatch.setattr("simpletune.data.sources.image_files.STRIP_PIXELS", 80)
     apply = ImageCms.applyTransform
     monkeypatch.setattr(ImageCms, "applyTransform", lambda image, t: (converted.append(image.size), apply(image, t))[1])
     assert np.array_equal(np.asarray(decode(data)), np.asarray(whole))

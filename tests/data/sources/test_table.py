@@ -398,11 +398,11 @@ def test_a_column_of_base64_is_one_sentence_without_the_text(tmp_path: Path) -> 
     Image.fromarray(noise).save(buffer, "PNG")
     text = base64.b64encode(buffer.getvalue()).decode()
     for number, cell in enumerate((text, f"data:image/png;base64,{text}", {"bytes": None, "path": text})):
-        one_row(tmp_path / f"{number}.parquet", "", pil=[cell] * 3, text=["a"] * 3)
+        one_row(tmp_path / f"{number}.parquet", "", image=[cell] * 3, text=["a"] * 3)
         with pytest.raises(UserError, match="'image' holds pictures as base64 text. Write their bytes") as error:
             texts(tmp_path / f"{number}.parquet")
         assert len(str(error.value)) < 300
-    one_row(tmp_path / "long.parquet", "", pil=["x" * 5000], text=["a"])
+    one_row(tmp_path / "long.parquet", "", image=["x" * 5000], text=["a"])
     (rejected,) = Table(path="x").scan(tmp_path / "long.parquet").rejected
     assert rejected.reason.startswith("its file 'xxx") and len(rejected.reason) < 300
 

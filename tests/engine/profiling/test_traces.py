@@ -244,7 +244,7 @@ def test_a_run_leaves_a_trace_and_a_summary_an_epoch(
 ) -> None:
     """Nothing but steps is in a window, and losses are those of a run without profiles."""
     on: list[bool] = []
-    for owner, name in ((Checkpointer, "save"), (Validator, "draw"), (Validator, "evaluate")):
+    for owner, name in ((Checkpointer, "save"), (Validator, "generate"), (Validator, "evaluate")):
         honest = getattr(owner, name)
 
         def watched(self: Any, step: int, honest: Callable = honest) -> Any:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import unet_train
 from accelerate import Accelerator
 from diffusers import UNet2DConditionModel
-from images import list_folder
+from image_files import list_folder
 from PIL import Image
 from plan import stream as reference_stream
 from safetensors.torch import load_file

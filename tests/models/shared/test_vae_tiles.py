@@ -136,7 +136,7 @@ def test_validation_pictures_are_decoded_in_the_same_tiles(data: dict, monkeypat
     data["validation"] = {"prompts": ["a red circle"], "steps": 1, "loss_samples": 0}
     config, run = resolve_folders(validate(data, "test")), prepared(data)
     transformer = config.model.load_denoiser(config.precision, CPU)
-    Previews(config, run.requests, run.text, Path(data["output"]["cache"]) / "samples").draw(transformer, 1)
+    Previews(config, run.requests, run.text, Path(data["output"]["cache"]) / "samples").generate(transformer, 1)
     assert tiles == [TILE, TILE]
 
 

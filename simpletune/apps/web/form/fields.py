@@ -52,7 +52,7 @@ class _Item:
 
     @property
     def label(self) -> str:
-        """Its name in words."""
+        """Its title."""
         return self.path.rpartition(".")[2].replace("_", " ") or "general"
 
 
@@ -202,7 +202,7 @@ class StartingConfig:
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a field has its value, by path
     notes: tuple[str, ...] = ()  # for the user
     made_by: tuple[str, ...] = ()  # the command that writes ``origin``, without the file's name; empty if it exists
-    embed_images: tuple[str, ...] = ()  # what is said of the pictures
+    image_notes: tuple[str, ...] = ()  # what is said of the pictures
     questions: tuple[Question, ...] = ()  # guesses about the pictures that the user must confirm or correct
 
 

@@ -1,4 +1,4 @@
-"""A filled-in form: the chosen base, the user's changes, all problems at once, and a description in words."""
+"""A filled-in form: the chosen base, the user's changes, all problems at once, and a description."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STORE = re.compile(r"(s3|gs|az|hf|https?)://[^/]+")  # not file://, which would 
 
 
 @dataclass(frozen=True)
-class AnswersGiven:
+class FolderAnswers:
     """What the user has answered about a folder's pictures."""
 
     folder: str = ""  # they concern no other
@@ -61,7 +61,7 @@ class FormRequest:
     texts: Mapping[str, str]  # posted fields by path
     shown: Mapping[str, str]  # the texts that the fields were shown with
     mine: Mapping[str, str]  # the user's texts
-    answers: AnswersGiven = AnswersGiven()
+    answers: FolderAnswers = FolderAnswers()
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class FilledForm:
     config: TrainConfig | None  # None if it has problems, or the folder is still looked at
     planned: TrainConfig | None  # to predict: without the pictures if only they are a problem; None: there are others
     problems: list[Problem]
-    answers: AnswersGiven = AnswersGiven()
+    answers: FolderAnswers = FolderAnswers()
     answered: Mapping[str, str] = field(default_factory=dict)  # the texts of the fields that they set, by path
     questions: tuple[Question, ...] = ()  # that are still open
     scan: ImageScan[FolderContents] | None = None  # of the folder with the pictures; None: none is chosen
@@ -84,7 +84,7 @@ class FilledForm:
     @property
     def may_start(self) -> bool:
         """Whether everything is decided."""
-        return self.config is not None and not self.questions and not (self.scan and self.scan.under_way)
+        return self.config is not None and not self.questions and not (self.scan and self.scan.is_running)
 
     @property
     def seen(self) -> FolderContents | None:
@@ -118,8 +118,13 @@ class FilledForm:
             return ""
         length = plural(config.train.epochs, "epoch") if config.train.epochs else plural(config.steps(1), "step")
         of = config.train.global_batch or config.train.micro_batch
-        parts = [config.model.pretrained, config.adapter.method, f"{config.data.resolution} px", f"{length} of "
-                 f"{plural(of, 'picture')} each", f"learning rate {config.optimizer.lr:g}"]  # fmt: skip
+        parts = [
+            config.model.pretrained,
+            config.adapter.method,
+            f"{config.data.resolution} px",
+            f"{length} of {plural(of, 'picture')} each",
+            f"learning rate {config.optimizer.lr:g}",
+        ]
         return ", ".join(parts)
 
     @property
@@ -139,14 +144,14 @@ class FilledForm:
 
 
 def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
-    """Fill in a form; a UserError if the base or the card does not exist."""
+    """Fill in a form. Raises UserError if the base or the card does not exist."""
     card = presets.card_here() if asked.card == presets.HERE else find_card(asked.card)
     mine = changes(asked.texts, asked.shown, asked.mine)
     folder = mine.get(FOLDER, "")
     images = _images(roots, asked, folder)
-    scan = scans.folder(images) if images is not None else None
+    scan = scans.scan_folder(images) if images is not None else None
     base = _base(roots, asked, card, images, scan, {})
-    answers, chosen, done = AnswersGiven(folder), dict[str, object](), set[str]()
+    answers, chosen, done = FolderAnswers(folder), dict[str, object](), set[str]()
     known = {(each.text, choice.words): choice for each in base.questions for choice in each.choices}
     for each in asked.answers.chosen if asked.answers.folder == folder else ():
         choice = known.get(each)  # None: the pictures have changed, and the question with them
@@ -154,13 +159,13 @@ def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
             done.add(each[0])
             chosen |= choice.overrides
             if set(choice.overrides) != {TRIGGER}:  # its field keeps that one
-                answers = AnswersGiven(folder, (*answers.chosen, each))
+                answers = FolderAnswers(folder, (*answers.chosen, each))
     trigger = chosen.pop(TRIGGER, None)
     if trigger is not None:
         asked = replace(asked, trigger=str(trigger))
     questions = tuple(each for each in base.questions if each.text not in done and not _is_by_hand(each, mine))
     if images is not None and (chosen or trigger is not None):
-        scan = scans.folder(images, chosen)
+        scan = scans.scan_folder(images, chosen)
         base = _base(roots, asked, card, images, scan, chosen)
     answered = {path: format_value(value, "lines") for path, value in chosen.items() if path not in mine}
     kept = {**answered, **({FOLDER: folder} if folder else {})}  # the user's, even if the base has the same
@@ -177,23 +182,23 @@ def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
     problems = [*outside, *more]
     if scan is not None and scan.problem and FOLDER not in {each.path for each in problems}:
         problems.append(Problem(FOLDER, scan.problem))
-    under_way = scan is not None and scan.under_way
-    if problems or under_way:
+    is_running = scan is not None and scan.is_running
+    if problems or is_running:
         config = None
     planned = config
-    if config is None and not under_way:
+    if config is None and not is_running:
         with suppress(UserError):
             planned = validate(hidden, "form", needs_data=False)
     return FilledForm(asked, base, card, found, data, config, planned, problems, answers, answered, questions, scan)
 
 
 def _is_by_hand(question: Question, mine: Mapping[str, str]) -> bool:
-    """Whether the user has set by hand what one of the choices sets."""
+    """Return whether the user has set by hand what one of the choices sets."""
     return any(choice.overrides and choice.overrides.keys() <= mine.keys() for choice in question.choices)
 
 
 def _images(roots: Roots, asked: FormRequest, folder: str) -> Path | None:
-    """The user's folder of pictures; None: none is chosen, the page may not read it, or the base says how to."""
+    """Return the user's folder of pictures; None without one, if the page may not read it, or the base says how to."""
     if asked.base.partition(":")[0] not in ("preset", "shipped") or not folder or ":" in folder:
         return None
     with suppress(UserError):

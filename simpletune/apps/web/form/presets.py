@@ -38,7 +38,7 @@ TRY_OUT = (
 @cache
 def card_here() -> Card | None:
     """Return this machine's first graphics card that torch can use; None if there is none."""
-    from simpletune.commands.init.machine import card_here
+    from simpletune.commands.init.fit_card import card_here
 
     return card_here()[0]
 
@@ -63,9 +63,15 @@ def preset(
         fields = as_overrides(chosen or {})
         words = ["init", str(folder), *fields, *(["--trigger", trigger] if trigger else []), "--yes", "--out"]
         return StartingConfig(
-            found.config, CHOSEN, f"{found.config['name']}.json", {each.path: each.why for each in found.reasons},
-            (TRY_OUT,) if card is None else (), tuple(words), _said(found, seen, PROMINENT), found.questions,
-        )  # fmt: skip
+            found.config,
+            CHOSEN,
+            f"{found.config['name']}.json",
+            {each.path: each.why for each in found.reasons},
+            (TRY_OUT,) if card is None else (),
+            tuple(words),
+            _image_notes(found, seen, PROMINENT),
+            found.questions,
+        )
     origin = WITHOUT_CARD if card is None else WITH_CARD
     data = copy.deepcopy(read_json(Path(origin)))
     for name in ("$schema", "about"):
@@ -85,7 +91,7 @@ def preset(
 def shipped_config(
     name: str, folder: Path | None, seen: FolderContents | None, trigger: str, chosen: Json | None = None
 ) -> StartingConfig:
-    """Return a shipped configuration for the user's pictures; a UserError if there is none with this name."""
+    """Return a shipped configuration for the user's pictures. Raises UserError if there is none with this name."""
     if name not in shipped_names():
         raise UserError(f"There is no shipped configuration {name[:80]!r}. Choose one from the list")
     data = read_json(Path(name))
@@ -100,12 +106,12 @@ def shipped_config(
     found = suggest(folder, Answers(trigger=trigger or None), None, seen, chosen)
     data["data"] |= {key: value for key, value in found.config["data"].items() if key not in OF_MODEL}
     reasons = {each.path: each.why for each in found.reasons if get_at(data, each.path) is not None}
-    said = _said(found, seen, tuple(path for path in PROMINENT if path.startswith("data.")))
+    said = _image_notes(found, seen, tuple(path for path in PROMINENT if path.startswith("data.")))
     return StartingConfig(data, label, name, reasons, (), (), said, found.questions)
 
 
-def _said(found: Suggestion, seen: FolderContents, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """What is said of the pictures beside their sums: decisions that follow from them, and notes."""
+def _image_notes(found: Suggestion, seen: FolderContents, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Describe the pictures beside their sums: decisions that follow from them, and notes."""
     decided = []
     for each in found.reasons:
         if each.path in paths:

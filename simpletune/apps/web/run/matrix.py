@@ -79,7 +79,7 @@ def matrix_of(folder: Path) -> Matrix:
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:
-    """Indices of ``most`` of ``count`` items, evenly spaced, including the first and the last."""
+    """Return the indices of ``most`` of ``count`` items, evenly spaced, including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(number * (count - 1) / (most - 1)) for number in range(most)})
@@ -87,7 +87,7 @@ def evenly_spaced(count: int, most: int) -> list[int]:
 
 @functools.lru_cache(maxsize=512)
 def _parameters_of(file: Path, stamp: Hashable) -> Json:
-    """How a picture was drawn; empty if it is missing or damaged."""
+    """Read how a picture was generated; empty if it is missing or damaged."""
     try:
         return generation_parameters(file)
     except (OSError, SyntaxError, ValueError):
@@ -96,8 +96,8 @@ def _parameters_of(file: Path, stamp: Hashable) -> Json:
 
 @functools.lru_cache(maxsize=512)
 def small_copy(file: Path, stamp: Hashable) -> bytes:
-    """A copy of a picture of at most ``SIDE`` pixels a side, as WebP; cached until its stamp changes. OSError,
-    SyntaxError or ValueError if it is damaged."""
+    """Make a copy of a picture of at most ``SIDE`` pixels a side, as WebP; cached until its stamp changes. Raises
+    OSError, SyntaxError or ValueError if it is damaged."""
     with Image.open(file) as image:
         image.thumbnail((SIDE, SIDE))
         data = io.BytesIO()
@@ -106,8 +106,8 @@ def small_copy(file: Path, stamp: Hashable) -> bytes:
 
 
 def comparisons_of(folder: Path) -> list[Json]:
-    """The newest comparisons that ``simpletune compare`` has drawn for a run, each with the prompt, the seed and the
-    picture of each model that come first; skips damaged ones."""
+    """List the newest comparisons that ``simpletune compare`` has made for a run, each with the prompt, the seed and
+    the picture of each model that come first; skips damaged ones."""
     place = folder / COMPARE
     names = sorted((entry.name for entry in place.iterdir() if entry.is_dir()), reverse=True) if place.is_dir() else []
     found: list[Json] = []

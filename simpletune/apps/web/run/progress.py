@@ -34,7 +34,7 @@ class Progress:
     steps: int | None  # planned; None if not known yet
     pace: float | None  # median seconds of the last steps
     left: str  # time; empty if unknown
-    coming: list[str]  # interruptions, in words
+    coming: list[str]  # interruptions, described
     stages: dict[str, Stage]
     predicted: Json  # memory by stage, as in ``estimate --json``; empty without a prediction
     trouble: str  # why it ended early, and what to do; empty otherwise
@@ -110,10 +110,13 @@ def trouble_of(state: RunState) -> str:
 def losses_of(folders: Sequence[Path]) -> str:
     """Chart the smoothed losses of several runs; empty if none has one."""
     series = [(folder.name, follow(folder / METRICS, FOLLOWED).series["loss"].points) for folder in folders]
-    return svg_lines("", [
-        ChartLine(name, [(point.step, point.smooth) for point in points], f"part{number}")
-        for number, (name, points) in enumerate(series)
-    ])  # fmt: skip
+    return svg_lines(
+        "",
+        [
+            ChartLine(name, [(point.step, point.smooth) for point in points], f"part{number}")
+            for number, (name, points) in enumerate(series)
+        ],
+    )
 
 
 def charts_of(folder: Path, steps: int | None) -> list[str]:
@@ -132,7 +135,7 @@ def charts_of(folder: Path, steps: int | None) -> list[str]:
 
 
 def evaluation_lines(folder: Path) -> list[ChartLine]:
-    """The validation losses with their standard errors, on held-out or training pictures."""
+    """Return the validation losses with their standard errors, on held-out or training pictures."""
     rows = follow(folder / EVALUATIONS, (), EVALUATIONS_KEPT).recent
     found = [row for row in rows if isinstance(row.get("eval_loss"), int | float)]
     before = read_object(folder / EVALUATION, [], expected=False).get("eval_loss")

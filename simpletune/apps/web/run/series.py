@@ -71,7 +71,9 @@ class Follower:
     and ``recent`` the last ``keep`` rows whole."""
 
     def __init__(self, file: Path, names: tuple[str, ...], keep: int = RECENT):
-        self.file, self.names, self.keep = file, names, keep
+        self.file = file
+        self.names = names
+        self.keep = keep
         self._reset()
 
     def _reset(self) -> None:

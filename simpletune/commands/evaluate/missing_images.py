@@ -1,4 +1,4 @@
-"""Draw the missing pictures of an evaluation one by one; each is stored as soon as it is drawn."""
+"""Generate the missing pictures of an evaluation one by one; each is stored as soon as it is made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan, Shot
-from simpletune.commands.generate.generate import made_with, say_what_is_painted
+from simpletune.commands.generate.generate import image_metadata, say_what_is_painted
 from simpletune.data.storage.cache import FileCache
 from simpletune.runs.weights import Weights
 from simpletune.stages.latent_cache import free_memory
@@ -33,7 +33,7 @@ class Gallery:
         return self.folder / IMAGES / f"{key}.png"
 
     def lacking(self, keys: Iterable[str]) -> list[str]:
-        """List the pictures that are still to be drawn. Renames and reports damaged ones."""
+        """List the pictures that are still to be generated. Renames and reports damaged ones."""
         missing = []
         for key in dict.fromkeys(keys):
             if self.read(key) is not None:
@@ -60,7 +60,7 @@ class Gallery:
 
 
 def generate_missing(plan: EvaluationPlan, gallery: Gallery) -> int:
-    """Draw what is missing: first all latents, each stored at once, then the pictures. Text encoders, transformer and
+    """Generate what is missing: first all latents, each stored at once, then the pictures. Text encoders, denoiser and
     autoencoder are never in memory together."""
     keys = {key: (point, shot) for (point, shot), key in plan.keys.items()}
     missing = gallery.lacking(keys)
@@ -77,7 +77,7 @@ def generate_missing(plan: EvaluationPlan, gallery: Gallery) -> int:
             (image,) = decode(vae, session.config.model, [gallery.latents.load(key)["z"]])
             gallery.file(key).parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(gallery.file(key)) as part:
-                save_png(image, part, shot.request, **made_with(session, point.weights))
+                save_png(image, part, shot.request, **image_metadata(session, point.weights))
             gallery.latents.file(key).unlink()
             advance()
         del vae
@@ -86,7 +86,7 @@ def generate_missing(plan: EvaluationPlan, gallery: Gallery) -> int:
 
 
 def generate_latents(plan: EvaluationPlan, gallery: Gallery, not_generated: set[str]) -> None:
-    """Draw latents with every point's weights; a base is loaded once for all its LoRAs."""
+    """Generate latents with every point's weights; a base is loaded once for all its LoRAs."""
     session = plan.session
     points: dict[Weights, EvaluatedWeights] = {}
     wanted: dict[Weights, list[list[Shot]]] = {}

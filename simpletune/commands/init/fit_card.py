@@ -48,7 +48,7 @@ def fit_to_card(suggestion: Suggestion, card: Card) -> Suggestion:
     for name, sections in choices:
         tried: Json = {key: value for key, value in (config | sections).items() if value}
         try:
-            words, fits = _predicted(tried, card)
+            words, fits = _predict_peak(tried, card)
         except UserError as error:
             note = f"not predicted ({error}). simpletune estimate does it later"
             return replace(suggestion, notes=(*suggestion.notes, note))
@@ -60,7 +60,7 @@ def fit_to_card(suggestion: Suggestion, card: Card) -> Suggestion:
     return replace(suggestion, notes=(*suggestion.notes, note))
 
 
-def _predicted(data: Json, card: Card) -> tuple[str, bool]:
+def _predict_peak(data: Json, card: Card) -> tuple[str, bool]:
     """Describe the predicted peak on a card, and return whether it fits."""
     from simpletune.config.compute import settle_compute
     from simpletune.config.modulation import settle_modulation

@@ -1,4 +1,4 @@
-"""Predict memory and time of an evaluation before it begins, by drawing and embedding on fake tensors.
+"""Predict memory and time of an evaluation before it begins, by generating and embedding on fake tensors.
 
 As for training, the time of every operation is what ``simpletune calibrate`` measured on this device; otherwise it
 follows from the card's data sheet, or from a quick measurement on this CPU.
@@ -46,28 +46,28 @@ class StageEstimate:
     seconds: float  # in total
 
 
-def estimate_stages(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], undrawn: int) -> dict[str, StageEstimate]:
-    """Predict every stage with this many pictures still to draw, print it, and refuse what does not fit on a card."""
+def estimate_stages(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], missing: int) -> dict[str, StageEstimate]:
+    """Predict every stage with this many pictures to generate, print it, and refuse what does not fit on a card."""
     config, device = plan.session.config, plan.session.device
     first = plan.shots[0].request
     on_card = device.type == "cuda"
     card = card_at_hand(device) if on_card else None
     speeds, source = speeds_at_hand(config.output.cache_folder, card[0] if card else None)
     recorders, stages = Recorders(partial(Recorder, on_card)), dict[str, StageEstimate]()
-    if undrawn:
+    if missing:
         # all prompts, as if none were cached
         taken = simulate_stage(config, "text", card[0].capability if card else CAPABILITY, recorders).bytes
         prompts = len({text for shot in plan.shots for text in shot.request.texts})
         once = sum(alone(recorder.sections, speeds) for recorder in recorders.values())
         stages["text"] = StageEstimate(taken, prompts / (2 * BATCH) * once)
-        batch = min(plan.session.speed.batch_size, len(plan.shots))  # pictures drawn together
-        drawing, precision = Recorder(on_card), precision_of(config, plan.points[-1].weights)
-        size = generation_bytes(config, first, precision, batch, drawing)
+        batch = min(plan.session.speed.batch_size, len(plan.shots))  # pictures generated together
+        generation, precision = Recorder(on_card), precision_of(config, plan.points[-1].weights)
+        size = generation_bytes(config, first, precision, batch, generation)
         steps = first.steps / min(SIMULATED, first.steps) / batch
-        stages["draw"] = StageEstimate(size, undrawn * steps * alone(drawing.sections, speeds))
+        stages["draw"] = StageEstimate(size, missing * steps * alone(generation.sections, speeds))
         decoding = Recorder(on_card)
         size = decoding_bytes(config, first, decoding)
-        stages["decode"] = StageEstimate(size, undrawn * alone(decoding.sections, speeds))
+        stages["decode"] = StageEstimate(size, missing * alone(decoding.sections, speeds))
     images = len(plan.points) * len(plan.shots) + len(plan.real)
     for about in encoders:
         seen = Recorder(on_card)

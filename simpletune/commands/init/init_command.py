@@ -92,7 +92,7 @@ def init_command(
     suggestion = replace(suggestion, config=merged)
     model = suggestion.config["model"]["pretrained"]
     if card is not None and not model.startswith(DEMO):
-        from simpletune.commands.init.machine import fit_to_card
+        from simpletune.commands.init.fit_card import fit_to_card
 
         suggestion = fit_to_card(suggestion, card)
         validate(suggestion.config, str(out))
@@ -106,16 +106,16 @@ def init_command(
 
 
 def card_for(device: str | None) -> tuple[Card | None, str]:
-    """A card by name or memory, none for ``cpu``, or for None this machine's; and why there is none here."""
+    """Return a card by name or memory, none for ``cpu``, or for None this machine's; and why there is none here."""
     if device is None:
-        from simpletune.commands.init.machine import card_here
+        from simpletune.commands.init.fit_card import card_here
 
         return card_here()
     return (None if device.lower() == CPU else find_card(device)), ""
 
 
 def fields_of(folder: Path, overrides: Sequence[str]) -> Json:
-    """The values of overrides by path, as their fields read them; what is wrong with them is said by ``merge``."""
+    """Return the values of overrides by path, as their fields read them; ``merge`` says what is wrong with them."""
     merged, _, _ = merge({"data": {"path": str(folder)}}, list(overrides))
     found: Json = {}
     for override in overrides:
@@ -128,7 +128,7 @@ def fields_of(folder: Path, overrides: Sequence[str]) -> Json:
 
 
 def options_of(said: Mapping[str, object]) -> list[str]:
-    """The options of a command line that say something else than their defaults."""
+    """Return the options of a command line that say something else than their defaults."""
     words: list[str] = []
     for option, value in said.items():
         if value is True:
@@ -146,7 +146,8 @@ def open_questions(
     verb: str,
     options: Sequence[str] = (),
 ) -> str:
-    """The questions with their choices, each with a command to paste, which repeats the overrides and options given."""
+    """Format the questions with their choices, each with a command to paste, which repeats the overrides and options
+    given."""
     before = "trained" if verb == "train" else "written"
     lines = [f"{folder}: {plural(len(questions), 'question')} before anything is {before}"]
     for question in questions:
@@ -172,7 +173,7 @@ def _command(
 
 
 def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
-    from simpletune.commands.init.machine import model_findings
+    from simpletune.commands.init.fit_card import model_findings
 
     if why_none:
         yield f"{'card':<10} none: {why_none}. {to_paste('simpletune', 'doctor')} says more"
@@ -188,7 +189,7 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
     yield f"{'next':<10} {to_paste('simpletune', 'check', out)}; {to_paste('simpletune', 'train', out)}"
 
 
-def is_of(folder: Path, source: Source) -> bool:
+def reads_folder(folder: Path, source: Source) -> bool:
     return Path(source.path).resolve() == folder.resolve()
 
 
@@ -202,7 +203,7 @@ def config_for(folder: Path, overrides: Sequence[str] = (), verb: str = "train")
         init_command(folder, Answers(), quiet=True, overrides=of_data, verb=verb)
     config, _ = read_config(file)
     init = to_paste("simpletune", "init", folder)
-    if not any(is_of(folder, source) for source in config.data.members):
+    if not any(reads_folder(folder, source) for source in config.data.members):
         raise UserError(
             f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
             f"one: {init} --out FILE"
