@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.dry_row import predict
 from benchmarks.dry_rows import Row, rows_of
 from benchmarks.table import Results
-from simpletune.estimate.job_estimate import CONTEXT, needed
+from simpletune.estimate.job_estimate import CONTEXT, needed_bytes
 from simpletune.system.console import say
 from simpletune.system.devices import sm
 from simpletune.system.gpus import Card, find_card
@@ -113,7 +113,7 @@ def squeezed(name: str, row: Row, found: Json, card: Card, minutes: float) -> Js
 
 def compared(row: Json) -> Json:
     """Add the error of the prediction in percent, and what ``estimate`` requires of a card."""
-    must_have = needed(round(row["predicted_mib"] * 2**20)) / 2**20
+    must_have = needed_bytes(round(row["predicted_mib"] * 2**20)) / 2**20
     return row | {
         "error": round(100 * (row["predicted_mib"] / row["allocated_mib"] - 1), 2),
         "needed_mib": round(must_have),

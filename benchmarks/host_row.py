@@ -22,7 +22,7 @@ from benchmarks.diffusers_training import TARGETS
 from benchmarks.host import STEPS, Row, overrides_of
 from simpletune.adapters.methods.lora import Lora
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory.fake import replaced
+from simpletune.engine.memory.fake import replace_attribute
 from simpletune.estimate.timing.host_probes import core_seconds
 from simpletune.system.devices import prepare_environment
 from simpletune.system.environment import LIBRARIES
@@ -147,11 +147,11 @@ class Causes:
         ]  # fmt: skip
         with ExitStack() as stack:
             for cause, owner, name in places:
-                stack.enter_context(replaced(owner, name, self.timed(cause, getattr(owner, name))))
+                stack.enter_context(replace_attribute(owner, name, self.timed(cause, getattr(owner, name))))
             for function in (lora_layers._Added, lora_layers._Updated, lora_layers._Cast):
                 for name in ("forward", "backward"):
                     own = staticmethod(self.timed("lora", getattr(function, name)))
-                    stack.enter_context(replaced(function, name, own))
+                    stack.enter_context(replace_attribute(function, name, own))
             for calls in (adaln.CALLS, rms_norm.CALLS):
                 before = dict(calls)
                 calls.update({name: self.timed("operators", call) for name, call in calls.items()})

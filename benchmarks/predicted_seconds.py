@@ -17,7 +17,7 @@ from simpletune.config.prior import ClassImages
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.estimate.job_time import alone, range_ends
+from simpletune.estimate.job_time import range_ends, section_seconds
 from simpletune.estimate.simulate.reports import SIMULATED
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import (
@@ -33,10 +33,10 @@ from simpletune.estimate.timing.speeds import ITEM, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.text.encoder import BATCH
 from simpletune.stages.load import empty_autoencoder
-from simpletune.system.console import silent
+from simpletune.system.console import silence
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json
-from simpletune.system.startup import without_collection
+from simpletune.system.startup import pause_collection
 
 # Its data sheet: 756 TFLOP/s in bf16, 51 in fp32, 2 TB/s, 114 multiprocessors.
 H100_PCIE = find_card("H100-PCIe")
@@ -53,7 +53,7 @@ def card_named(name: str) -> Card:
 def config_of(file: Path, overrides: tuple[str, ...], card: Card) -> TrainConfig:
     """Configure a job on a card, without evaluation and pictures."""
     settings = [*overrides, "validation.prompts=[]", "validation.loss_samples=0"]
-    with silent():
+    with silence():
         config = resolve_model_folder(read_config(file, settings, needs_data=False)[0])
         return settle_modulation(settle_compute(config, card.capability), on_host=False)
 
@@ -123,19 +123,21 @@ def of_step(recorded: Sequence[Sequence[StreamWork]], several: int, speeds: Spee
 def record_encoding(config: TrainConfig) -> Callable[[Speeds], float]:
     """Record the encoding of one picture and its prompt, whose seconds follow from speeds."""
     side, recorders = config.data.resolution, Recorders(partial(Recorder, cuda=True))
-    with fake_tensors(), without_collection(), silent():
+    with fake_tensors(), pause_collection(), silence():
         simulate_encoding(config.model, empty_autoencoder(config), (side, side), recorders)
         list(text_snapshots(config, recorders))
     image = recorders.pop("latents").sections
     prompts = [each.sections for each in recorders.values()]
-    return lambda speeds: alone(image, speeds) + sum(alone(each, speeds) for each in prompts) / (2 * BATCH)
+    return lambda speeds: (
+        section_seconds(image, speeds) + sum(section_seconds(each, speeds) for each in prompts) / (2 * BATCH)
+    )
 
 
 def images(config: TrainConfig, card: Card, stores_scores: bool) -> Timed:
     """Record the drawing of pictures in one batch, and their decoding one by one."""
     prior, recorders = config.prior, Recorders(partial(Recorder, cuda=True))
     assert isinstance(prior, ClassImages), "the rows of served pictures are jobs that draw them"
-    with fake_tensors(), without_collection(), silent():
+    with fake_tensors(), pause_collection(), silence():
         simulate_class_images(config, card.capability, recorders, TOGETHER)
     sections = recorders["class"].sections
     drawn = [each for each in sections if each.phase == "sample"]
@@ -144,7 +146,7 @@ def images(config: TrainConfig, card: Card, stores_scores: bool) -> Timed:
     def timed(speeds: Speeds) -> Json:
         step = step_seconds(drawn, speeds)
         one = (step.seconds + (scores(drawn, speeds) if stores_scores else 0.0)) / min(SIMULATED, prior.steps)
-        decoded = alone(decode, speeds)
+        decoded = section_seconds(decode, speeds)
         return {"step": one, "inside": decoded, "bound": step.bound, "predicted": prior.steps * one + decoded}
 
     return timed

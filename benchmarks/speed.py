@@ -145,7 +145,7 @@ def flops_of(config: TrainConfig, model: nn.Module) -> Flops:
     """Count the operations of a micro-batch of a row."""
     # accelerate and PEFT keep the transformer's parameter names and add the adapter's name to those of LoRA.
     trained = {name: tuple(value.shape) for name, value in trained_parameters(model).items()}
-    side, blocks = config.data.resolution, config.memory.checkpointed(config.model.architecture.blocks())
+    side, blocks = config.data.resolution, config.memory.checkpointed_count(config.model.architecture.blocks())
     return config.model.flops(trained_of(trained), (side, side), config.train.micro_batch, blocks)
 
 

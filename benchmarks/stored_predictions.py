@@ -25,7 +25,7 @@ from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job_estimate import attention_of
 from simpletune.estimate.simulate.reports import L4
 from simpletune.system.atomic import atomic_file
-from simpletune.system.console import say, silent
+from simpletune.system.console import say, silence
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.startup import ensure_libraries
 
@@ -65,7 +65,7 @@ def grid() -> Iterator[Row]:
 
 def settled(file: str, overrides: tuple[str, ...]) -> TrainConfig:
     """Read a row's configuration as ``estimate`` does. UserError: it is invalid."""
-    with silent():
+    with silence():
         return settle_compute(read_for_estimate(Path(file), overrides), L4)
 
 
@@ -110,7 +110,7 @@ def update(file: Path, rows: Sequence[Row], simulate: Callable[[Sequence[Row]], 
     """
     hashes = {"sources": stored.hash_sources(), "bytes": stored.hash_sources(parsed=False)}
     about: Json = {"versions": stored.versions(), **hashes}
-    made, before = stored.about(file), read(file)
+    made, before = stored.read_about(file), read(file)
     known = {row.key: before[row.key] for row in rows if row.key in before}
     if made.get("versions") != about["versions"]:
         known = {}

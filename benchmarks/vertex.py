@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.table import Results, command_of
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.job_estimate import estimate, needed
+from simpletune.estimate.job_estimate import estimate, needed_bytes
 from simpletune.runs.report import write_report
 from simpletune.runs.report.content import Fact, Report, ReportChart, ReportSection, ReportTable
 from simpletune.system.gpus import Card, find_card
@@ -153,7 +153,7 @@ def peak_row(peak: Peak) -> Json:
     found = estimate(config, card.capability)
     stages = {name: round(snapshot.bytes / MIB, 1) for name, snapshot in found.stages.items()}
     return {"stages_mib": stages, "train_mib": stages["train"], "job_mib": max(stages.values()),
-            "needed_mib": round(found.needed() / MIB, 1), "published_gb": peak.published}  # fmt: skip
+            "needed_mib": round(found.needed_bytes() / MIB, 1), "published_gb": peak.published}  # fmt: skip
 
 
 def largest_row(name: str, side: int) -> Json:
@@ -180,7 +180,7 @@ def largest_batch(job: Callable[[int], int], card: Card) -> int:
     def fits(batch: int) -> bool:
         if batch not in known:
             known[batch] = job(batch)
-        return needed(known[batch]) <= card.bytes
+        return needed_bytes(known[batch]) <= card.bytes
 
     if not fits(1):
         return 0
@@ -189,7 +189,7 @@ def largest_batch(job: Callable[[int], int], card: Card) -> int:
         low, high = high, 2 * high
     while high - low > 1:
         rise = (known[high] - known[low]) / (high - low)
-        room = (card.bytes - needed(known[low])) / 1.05
+        room = (card.bytes - needed_bytes(known[low])) / 1.05
         guess = low + int(room / rise) if rise > 0 else (low + high) // 2
         middle = min(max(guess, low + 1), high - 1)
         if fits(middle):

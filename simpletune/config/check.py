@@ -240,7 +240,7 @@ def _lora_rules(config: TrainConfig, option: TextLora) -> Iterator[Problem]:
 
 def _fp16_rules(config: TrainConfig) -> Iterator[Problem]:
     """What fp16 products require."""
-    if config.precision.settled != "fp16":
+    if config.precision.settled_compute != "fp16":
         return
     if config.adapter.trains_base and config.precision.trainable and config.precision.bytes_per_weight < 4:
         yield Problem(
@@ -303,7 +303,7 @@ def _recompute_rules(config: TrainConfig) -> Iterator[Problem]:
             f"{value} with speed.compile: a compiled block is recomputed as a whole. Use {instead}, or "
             "speed.compile false",
         )
-    if config.precision.settled == "fp16":
+    if config.precision.settled_compute == "fp16":
         yield Problem(
             f"memory.{field}",
             f"{value} with products in fp16: a block that overflows uses wider weights during its passes, which a "
@@ -316,7 +316,7 @@ def may_recompute_alone(config: TrainConfig) -> bool:
     a known model and resolved demo names."""
     if not config.model.architecture.ends_with_feed_forward or config.speed.compile:
         return False
-    if config.precision.settled == "fp16":
+    if config.precision.settled_compute == "fp16":
         return False
     if config.adapter.trains_base or config.trains_conditioning:
         return False
@@ -444,7 +444,7 @@ def _fsdp_rules(config: TrainConfig) -> Iterator[Problem]:
             "the text side trains whole in each process, but train.fsdp full divides all that trains. Use neither "
             f"text.lora nor text.embeddings, {none}",
         )
-    if config.precision.settled == "fp16":
+    if config.precision.settled_compute == "fp16":
         yield Problem(
             "precision.compute",
             "fp16 undoes a step by what each process sees overflow, but with train.fsdp full it sees a part of the "

@@ -17,7 +17,7 @@ from simpletune.system.options import (
     Json,
     Option,
     Problem,
-    documented,
+    documented_fields,
     item_of,
     member_for,
     option_classes,
@@ -123,7 +123,7 @@ def find_field(
         key = rest.pop(0)
         if option is not None:
             names = {f.alias or n: n for n, f in option.model_fields.items()}
-            owner, field = option, documented(option).get(names.get(str(key), str(key)))
+            owner, field = option, documented_fields(option).get(names.get(str(key), str(key)))
             path.append(str(key))
             data = data.get(key) if isinstance(data, Mapping) else None
             if field is None:

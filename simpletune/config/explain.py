@@ -20,7 +20,7 @@ from simpletune.models.shared.single_file import is_single_file
 from simpletune.system.hub import is_hub_name
 from simpletune.system.notify import find_receiver
 from simpletune.system.options import UserError, plural
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 
 HIGH_LR_FULL = 1e-4
 SCALES = ("optimizer.lr", "train.clip_norm", "adapter.alpha", "adapter.conv_alpha", "objective.min_snr_gamma")
@@ -94,7 +94,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     generated = "no pictures (validation.prompts is empty)" if empty else str(run_folder(config) / "samples")
     board = "no TensorBoard"
     if config.tracking.tensorboard:
-        board = to_paste("tensorboard", "--logdir", profile_folder(config).parent)
+        board = quote_command("tensorboard", "--logdir", profile_folder(config).parent)
     wandb = config.tracking.wandb
     synced = "" if wandb == "disabled" else f"; wandb ({wandb}), project {config.tracking.wandb_project}"
     if config.tracking.trackio is not None:
@@ -237,7 +237,7 @@ def _notes(config: TrainConfig) -> Iterator[str]:
     precision = config.precision
     if precision.compute == "bf16" and config.device != "cpu":
         yield f"precision.compute bf16 needs a card of sm_80 or newer (A100, RTX 30, L4); {WITHOUT_BF16}: use auto"
-    elif precision.compute == "auto" and precision.settled == "bf16" and config.device != "cpu":
+    elif precision.compute == "auto" and precision.settled_compute == "bf16" and config.device != "cpu":
         if config.adapter.trains_base:
             yield f"training bf16 weights needs a card with bf16; {WITHOUT_BF16}: use precision.weights=fp32"
     if config.device == "auto" and config.is_demo:

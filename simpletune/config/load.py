@@ -36,8 +36,8 @@ from simpletune.system.options import (
 )
 from simpletune.system.package import PACKAGE
 from simpletune.system.redact import secret_paths, texts_in
-from simpletune.system.safetensors_file import PICKLES, conversion, read_header
-from simpletune.system.shell import to_paste, typed_path
+from simpletune.system.safetensors_file import PICKLES, conversion_command, read_header
+from simpletune.system.shell import quote_command, typed_path
 from simpletune.system.strict_json import JsonError
 
 MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
@@ -135,18 +135,20 @@ def _what_else(file: Path) -> str | None:
     from simpletune.models.shared.single_file import a_lora
 
     if file.suffix.lower() in SUFFIXES:
-        return f"a picture. Give its folder, as in {to_paste('simpletune', 'train', file.parent)}"
+        return f"a picture. Give its folder, as in {quote_command('simpletune', 'train', file.parent)}"
     if file.suffix.lower() in (".toml", ".yaml", ".yml"):
-        return f"another format. If it is another trainer's configuration: {to_paste('simpletune', 'import', file)}"
+        return (
+            f"another format. If it is another trainer's configuration: {quote_command('simpletune', 'import', file)}"
+        )
     if file.suffix.lower() in (".zip", ".tar", ".gz", ".7z", ".rar"):
         return "an archive. Unpack it, and give the folder with the pictures"
     if file.suffix.lower() in PICKLES:
-        return f"a pickle of weights. Convert it: {conversion(file)}"
+        return f"a pickle of weights. Convert it: {conversion_command(file)}"
     if file.suffix.lower() != ".safetensors":
         return None
     if is_lora([name for name in read_header(file) if name != "__metadata__"]):
         return a_lora(file)
-    words = to_paste("simpletune", "train", "sd15_lora", f"model.pretrained={file}")
+    words = quote_command("simpletune", "train", "sd15_lora", f"model.pretrained={file}")
     return f"a file of weights. Train it by a configuration of its family, as in {words}"
 
 

@@ -1,4 +1,4 @@
-"""Compile a transformer block by block with ``torch.compile``; log the reason if the machine cannot.
+"""Compile a model block by block with ``torch.compile``; log the reason if the machine cannot.
 
 Blocks of equal structure share compiled code. Training compiles only a block's own forward pass; its wrappers
 (checkpointing, offloading of weights and of checkpoint inputs) stay eager.
@@ -30,7 +30,7 @@ SIZES = {3: (1,), 4: (2, 3)}
 
 
 def compile_blocks(denoiser: nn.Module, device: torch.device) -> bool:
-    """Compile each block of a transformer in place, with its forward pass already wrapped. Returns whether it could."""
+    """Compile each block of a model in place, with its forward pass already wrapped; return whether it could."""
     if not can_compile(device):
         return False
     for block in model_units(denoiser):
@@ -43,13 +43,13 @@ def compile_blocks(denoiser: nn.Module, device: torch.device) -> bool:
 
 
 def compile_training(blocks: Sequence[nn.Module], device: torch.device, sizes: int) -> bool:
-    """Compile the forward and backward passes of a transformer's blocks in place.
+    """Compile the forward and backward passes of a model's blocks in place.
 
-    Passes without gradients stay eager: evaluation and drawing use other shapes, and too few passes to repay compiling.
+    Passes without gradients stay eager: evaluation and generation use other shapes, and too few passes to repay it.
 
     Args:
         blocks: the blocks with their adapter, before their forward passes are wrapped.
-        sizes: how many picture sizes the run has. With one, kernels are specialised for it; with several, they accept
+        sizes: how many image sizes the run has. With one, kernels are specialised for it; with several, they accept
             any size from the start, so that a resumed run gets the same kernels whatever size comes first.
 
     Returns:
@@ -81,8 +81,8 @@ def _forward(eager: Callable[..., Any], compiled: Callable[..., Any], any_size: 
     return compiled(*args, **kwargs)
 
 
-def failure(error: Exception) -> UserError | None:
-    """Word a compiler failure in the middle of a run for users; None for any other error."""
+def compiler_error(error: Exception) -> UserError | None:
+    """Describe a compiler failure in the middle of a run for users; return None for any other error."""
     compiler = sys.modules.get("torch._dynamo.exc")
     if compiler is None or not isinstance(error, compiler.TorchDynamoException):
         return None
@@ -93,8 +93,8 @@ def failure(error: Exception) -> UserError | None:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether this machine can compile for a device; logs the reason if not."""
-    reason = why_not(device)
+    """Return whether this machine can compile for a device; log the reason if not."""
+    reason = compile_problem(device)
     if reason is not None:
         say(f"compile NOT compiled, continuing in eager mode: {reason}")
         return False
@@ -102,8 +102,8 @@ def can_compile(device: torch.device) -> bool:
     return True
 
 
-def why_not(device: torch.device) -> str | None:
-    """The reason why compiling a one-line function fails on this machine; None if it succeeds."""
+def compile_problem(device: torch.device) -> str | None:
+    """Return why compiling a one-line function fails on this machine; None if it succeeds."""
 
     def line(x: Tensor) -> Tensor:
         return x * 2 + 1

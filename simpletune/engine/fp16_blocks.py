@@ -1,4 +1,4 @@
-"""Compute a transformer's blocks in fp16, except those whose activations overflow, in fp32.
+"""Compute a model's blocks in fp16, except those whose activations overflow, in fp32.
 
 fp16 ends at 65504. A pass of a block sets the block's flag on the device if its inputs are finite and its outputs are
 not. The host reads the flags late and decides which blocks compute in fp32 from then on; such a block keeps its weights
@@ -40,8 +40,8 @@ class BlockPass:
                 blocks.latest = index
             own = blocks.latest
             if own in blocks.wide:
-                return in_fp32(block, self.plain, args, kwargs)
-            narrow, named = tuple(map(_narrowed, args)), {name: _narrowed(value) for name, value in kwargs.items()}
+                return run_in_fp32(block, self.plain, args, kwargs)
+            narrow, named = tuple(map(_narrow, args)), {name: _narrow(value) for name, value in kwargs.items()}
             result = self.fast(*narrow, **named)
             blocks.watch(own, (*args, *kwargs.values()), result)
             return result
@@ -51,7 +51,7 @@ class BlockPass:
 
 
 class Fp16Blocks:
-    """Watches the blocks of a transformer that computes in fp16, and switches those that overflow to fp32.
+    """A watch on the blocks of a model that computes in fp16; those that overflow switch to fp32.
 
     Changes it in place, before anything else wraps its blocks.
     """
@@ -77,9 +77,9 @@ class Fp16Blocks:
 
         # The output norm accepts fp32 from a last block in fp32; normalised activations fit into fp16 again.
         def forward(*args: object, **kwargs: object) -> Tensor:  # [b, n, d] and perhaps [b, m], or [b, c, h, w]
-            if next(_floating((*args, *kwargs.values()))).dtype != torch.float32:
+            if next(_floating_tensors((*args, *kwargs.values()))).dtype != torch.float32:
                 return plain(*args, **kwargs)
-            result: Tensor = in_fp32(norm_out, plain, args, kwargs)
+            result: Tensor = run_in_fp32(norm_out, plain, args, kwargs)
             return result.half()
 
         norm_out.forward = forward
@@ -104,14 +104,14 @@ class Fp16Blocks:
     ) -> None:
         """Set a block's flag if its inputs are finite and its outputs are not; with ``unless_flagged``, if no flag has
         been set, which would explain it. Reads nothing from the device."""
-        inputs, outputs = list(_floating(before)), list(_floating(after))
+        inputs, outputs = list(_floating_tensors(before)), list(_floating_tensors(after))
         with torch.autocast(outputs[0].device.type, enabled=False):  # which would convert whole tensors
-            own = _finite(inputs) & ~_finite(outputs)
+            own = _is_finite(inputs) & ~_is_finite(outputs)
         flags = self.flags(outputs[0].device)
         flags[index].logical_or_(own & ~flags.any() if unless_flagged else own)
 
     def flags(self, device: torch.device) -> Tensor:  # bool [blocks]
-        """Which blocks have overflowed since the last ``clear``, on the device."""
+        """Return which blocks have overflowed since the last ``clear``, on the device."""
         if self._flags is None or self._flags.device != device:
             self._flags = torch.zeros(self.count, dtype=torch.bool, device=device)
         return self._flags
@@ -132,20 +132,20 @@ def describe_overflow(blocks: Sequence[int] | frozenset[int]) -> str:
 
 
 def watch_fp16(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
-    """Watch a loaded transformer if its products, of this type, are in fp16."""
+    """Watch a loaded model if its products, of this type, are in fp16."""
     if dtype == torch.float16:
         denoiser.fp16_blocks = Fp16Blocks(denoiser)  # type: ignore[assignment]
     return denoiser
 
 
 def fp16_blocks_of(denoiser: nn.Module) -> Fp16Blocks | None:
-    """The watched blocks of a transformer; None if it computes in another type."""
+    """Return the watched blocks of a model; None if it computes in another type."""
     found = denoiser.__dict__.get("fp16_blocks")
     return found if isinstance(found, Fp16Blocks) else None
 
 
 def block_pass_of(block: nn.Module) -> BlockPass | None:
-    """The pass of a watched block; None for another block."""
+    """Return the pass of a watched block; None for another block."""
     found = getattr(block.forward, "block_pass", None)
     return found if isinstance(found, BlockPass) else None
 
@@ -174,12 +174,12 @@ def finite_passes(denoiser: nn.Module, compute: Callable[[], T]) -> T:
         blocks.clear()
 
 
-def in_fp32(
+def run_in_fp32(
     module: nn.Module, forward: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Any:
     """Run a module's forward pass in fp32 on widened inputs, with its frozen 16-bit weights widened for this pass."""
-    wide, named = tuple(map(_widened, args)), {name: _widened(value) for name, value in kwargs.items()}
-    device = next(_floating((*wide, *named.values()))).device
+    wide, named = tuple(map(_widen, args)), {name: _widen(value) for name, value in kwargs.items()}
+    device = next(_floating_tensors((*wide, *named.values()))).device
     with torch.autocast(device.type, enabled=False), _wide_weights(module):
         return forward(*wide, **named)
 
@@ -203,7 +203,8 @@ def _wide_weights(module: nn.Module) -> Iterator[None]:
 
 
 def _wide_parameter(parameter: nn.Parameter) -> Tensor:
-    """A frozen parameter in fp32. Of quanto's tensors, converts only the scales, which determine the product's type."""
+    """Return a frozen parameter in fp32. Of quanto's tensors, only the scales, which determine the product's type,
+    change."""
     if type(parameter.data) is Tensor or isinstance(parameter.data, FakeTensor):
         return parameter.detach().float()
     from optimum.quanto import WeightQBytesTensor
@@ -213,20 +214,20 @@ def _wide_parameter(parameter: nn.Parameter) -> Tensor:
     return wide
 
 
-def _finite(tensors: Sequence[Tensor]) -> Tensor:  # bool []
-    """Whether all tensors are finite, on their device; a maximum needs no temporary copy."""
+def _is_finite(tensors: Sequence[Tensor]) -> Tensor:  # bool []
+    """Return whether all tensors are finite, on their device; a maximum needs no temporary copy."""
     return torch.stack([torch.linalg.vector_norm(t, math.inf).float() for t in tensors]).isfinite().all()
 
 
-def _floating(values: Sequence[object]) -> Iterator[Tensor]:
+def _floating_tensors(values: Sequence[object]) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
 
 
-def _narrowed(value: object) -> object:
+def _narrow(value: object) -> object:
     if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() >= TOKENS:
         return value.half()
     return value
 
 
-def _widened(value: object) -> object:
+def _widen(value: object) -> object:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -39,7 +39,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @cache
 def is_wrapper(kind: type) -> bool:
-    """Whether tensors of a class consist of other tensors."""
+    """Return whether tensors of a class consist of other tensors."""
     return hasattr(kind, "__tensor_flatten__")
 
 
@@ -64,7 +64,7 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
     return tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True)
 
 
-def exchanged_halves(tensor: Tensor) -> Tensor:  # [2 n, ...] -> [2 n, ...]
+def swap_halves(tensor: Tensor) -> Tensor:  # [2 n, ...] -> [2 n, ...]
     """Swap the halves of the first dimension: layouts differ in whether shift or scale comes first."""
     import torch
 

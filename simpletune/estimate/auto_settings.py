@@ -21,7 +21,7 @@ import torch
 from simpletune.config.batches import AnyConfig, share_of_process, sizes_of, with_batch
 from simpletune.config.check import may_recompute_alone
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory.checkpointing import fewest_that_fit, too_little
+from simpletune.engine.memory.checkpointing import budget_error, find_fewest
 from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.estimate.job_estimate import MIB, cache_file, largest_peak
 from simpletune.estimate.planning import may_keep_attention
@@ -164,9 +164,9 @@ def resolve_checkpointing(
     if before is not None and before.keeping <= before.checkpointed <= blocks and peaks(before) <= budget:
         chosen, why = before, ", as before"
     else:
-        found = fewest(config, peaks, budget)
+        found = find_counts(config, peaks, budget)
         if found is None and memory.budget_gib is not None:
-            raise too_little(budget, peaks(least))
+            raise budget_error(budget, peaks(least))
         chosen = least if found is None else found
     peak = f"predicted peak {peaks(chosen) / MIB:,.0f} of {max(0, budget) / MIB:,.0f} MiB"
     keeping = f", {chosen.keeping} keeping attention's output" if chosen.keeping else ""
@@ -203,14 +203,14 @@ def with_checkpointed(config: AnyConfig, count: int, keeping: int = 0) -> AnyCon
     return config.model_copy(update={"memory": memory.model_copy(update=changes)})
 
 
-def fewest(config: TrainConfig, peaks: Callable[[RecomputeCounts], int], budget: int) -> RecomputeCounts | None:
+def find_counts(config: TrainConfig, peaks: Callable[[RecomputeCounts], int], budget: int) -> RecomputeCounts | None:
     """Find the choice whose peak fits a budget in bytes and takes the least time; None if nothing fits."""
     blocks, keep = config.model.architecture.blocks(), config.memory.keep_attention
     keeps = may_keep_attention(config) if keep == "auto" else keep == "all"
-    found = fewest_that_fit(blocks, lambda count: peaks(RecomputeCounts(count, keeps * count)), budget)
+    found = find_fewest(blocks, lambda count: peaks(RecomputeCounts(count, keeps * count)), budget)
     if found is not None:
         return RecomputeCounts(found, keeps * found)
     if keep == "all" or not keeps:
         return None
-    again = fewest_that_fit(blocks, lambda count: peaks(RecomputeCounts(blocks, blocks - count)), budget)
+    again = find_fewest(blocks, lambda count: peaks(RecomputeCounts(blocks, blocks - count)), budget)
     return None if again is None else RecomputeCounts(blocks, blocks - again)

@@ -19,7 +19,7 @@ from simpletune.models.text.encoder import groups_of
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.stages.stream_plan import StreamPlan
 from simpletune.system.console import say
-from simpletune.system.disk import DiskFull, existing, format_bytes, free_disk_bytes
+from simpletune.system.disk import DiskFull, existing_parent, format_bytes, free_disk_bytes
 
 LATENT_BYTES = 4  # latents are cached in fp32
 PNG_BYTES = 3  # at most, bytes per pixel
@@ -42,12 +42,12 @@ class DataCounts(NamedTuple):
     """Steps in an epoch, counting partly filled micro-batches; 0: unknown."""
 
     @classmethod
-    def of(cls, config: TrainConfig, plan: Plan, start: int = 0) -> DataCounts:
+    def from_plan(cls, config: TrainConfig, plan: Plan, start: int = 0) -> DataCounts:
         """Count a plan's data; of a stream, what the steps from ``start`` on use, with all of its prompts distinct."""
         if isinstance(plan, StreamPlan):
             used = plan.used(start, config.steps(plan.steps_per_epoch)) // plan.samples.source.variants
             areas = np.array([width * height for width, height in plan.samples.sizes], dtype=np.int64)
-            entries = 1 + plan.inpaints  # with a hole of its own for each; whole pictures share one
+            entries = 1 + plan.inpaints  # with a hole of its own for each; whole images share one
             images, pixels = plan.images(), int(areas[plan.samples.bucket[used]].sum()) * entries
             prompts = len(used) if plan.samples.source.prompt is None else 1
         else:
@@ -58,10 +58,10 @@ class DataCounts(NamedTuple):
         return cls(images, prompts, pixels, len(plan.samples), plan.steps_per_epoch)
 
     @classmethod
-    def to_prepare(cls, config: TrainConfig, plan: Plan) -> DataCounts:
-        """Like ``of``, with only the prompts and pixels that are not cached yet; folders must be resolved."""
-        prompts, pixels = _to_encode(config, plan)
-        return cls.of(config, plan)._replace(prompts=prompts, pixels=pixels)
+    def from_uncached(cls, config: TrainConfig, plan: Plan) -> DataCounts:
+        """Count only the prompts and pixels that are not cached yet, for which folders must be resolved."""
+        prompts, pixels = _count_to_encode(config, plan)
+        return cls.from_plan(config, plan)._replace(prompts=prompts, pixels=pixels)
 
 
 NO_DATA = DataCounts(0, 0, 0, 0)
@@ -80,10 +80,10 @@ def require_room(config: ResolvedConfig, plan: Plan, start: int = 0, force: bool
     """
     by_disk: dict[int, list[tuple[str, Path, int]]] = defaultdict(list)
     for what, folder, size in disk_needs(config, plan, start):
-        by_disk[existing(folder).stat().st_dev].append((what, folder, size))
+        by_disk[existing_parent(folder).stat().st_dev].append((what, folder, size))
     lacking = []
     for needs in by_disk.values():
-        place, wanted = existing(needs[0][1]), sum(size for _, _, size in needs)
+        place, wanted = existing_parent(needs[0][1]), sum(size for _, _, size in needs)
         free = free_disk_bytes(place)
         text = (
             f"{format_bytes(wanted)} ({', '.join(f'{what} {format_bytes(size)}' for what, _, size in needs)}) "
@@ -112,7 +112,7 @@ def require_room(config: ResolvedConfig, plan: Plan, start: int = 0, force: bool
 def disk_needs(
     config: TrainConfig, plan: Plan | None = None, start: int = 0, counts: DataCounts = NO_DATA
 ) -> Iterator[tuple[str, Path, int]]:
-    """Yield what a run will write, the folder and the bytes. Leaves out the quantised base, which is cached only if
+    """Yield what a run will write: the folder and the bytes. Leaves out the quantised base, which is cached only if
     there is space to spare.
 
     Args:
@@ -123,9 +123,9 @@ def disk_needs(
     """
     run, cache = run_folder(config), config.output.cache_folder
     one, result = checkpoint_bytes(config)
-    yield "checkpoints", run, _more_checkpoints(config, plan, start, counts.samples) * one
+    yield "checkpoints", run, _count_new_checkpoints(config, plan, start, counts.samples) * one
     yield "result", run, result
-    prompts, pixels = (counts.prompts, counts.pixels) if plan is None else _to_encode(config, plan, start)
+    prompts, pixels = (counts.prompts, counts.pixels) if plan is None else _count_to_encode(config, plan, start)
     prompt = bytes_of_prompt(config)
     autoencoder = config.model.autoencoder
     place, per_place = autoencoder.downsampling**2, autoencoder.channels * LATENT_BYTES  # its pixels and bytes
@@ -133,7 +133,7 @@ def disk_needs(
         yield "cached pictures", cache, pixels // place * per_place
         yield "cached prompts", cache, prompts * prompt
     else:
-        read = counts if plan is None else DataCounts.of(config, plan, start)
+        read = counts if plan is None else DataCounts.from_plan(config, plan, start)
         whole = read.pixels // place * per_place + read.prompts * prompt
         yield "local part of the cache", cache, min(config.output.place.limit, whole)
     if plan is None and isinstance(config.prior, ClassImages):
@@ -148,7 +148,7 @@ def bytes_of_prompt(config: TrainConfig) -> int:
     return whole * wide + packed * (width + 4 * groups_of(width))
 
 
-def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, samples: int) -> int:
+def _count_new_checkpoints(config: TrainConfig, plan: Plan | None, start: int, samples: int) -> int:
     """Return the maximum number of checkpoints that the run's folder will hold beyond those that it holds now."""
     option, best = config.checkpoint, config.validation.split is not None
     if plan is None and config.train.epochs is not None and option.keep_last != "all":
@@ -163,7 +163,7 @@ def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, sample
     return max(0, option.most_at_once([*there, *due], best) - len(option.kept(there)))
 
 
-def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, int]:
+def _count_to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, int]:
     """Return the number of prompts that an encoder still has to encode, and of pixels of crops that are not cached."""
     from simpletune.stages.encode import needed_prompts
     from simpletune.stages.latent_cache import LatentCache
@@ -179,7 +179,7 @@ def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, in
         samples = plan.samples.uncaptioned()
         keys = [crop_key(crop) for row, variant in pairs for crop in plan.view(samples[row], variant).cached]
         lacking = sum(key not in latents for key in keys) / max(1, len(keys))
-        counts = DataCounts.of(config, plan, start)
+        counts = DataCounts.from_plan(config, plan, start)
         return math.ceil(counts.prompts * lacking), math.ceil(counts.pixels * lacking)
     views = {crop_key(crop): view for view in plan.views() for crop in view.cached}
     pixels = sum(math.prod(view.bucket) for key, view in views.items() if key not in latents)

@@ -15,12 +15,12 @@ from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job_estimate import MIB, Estimate, estimate, known_job, needs_of, shipped_job
 from simpletune.estimate.job_time import JobTime, job_time
-from simpletune.estimate.simulate.processes import simulated_processes
-from simpletune.estimate.simulate.reports import square, with_workspaces
+from simpletune.estimate.simulate.processes import simulated_process_count
+from simpletune.estimate.simulate.reports import square_size, with_workspaces
 from simpletune.estimate.stored import other_versions
 from simpletune.estimate.terminal import card_table, comparison, comparison_chart, estimate_lines, time_lines
 from simpletune.runs.report import charts
-from simpletune.system.console import note, say, silent
+from simpletune.system.console import note, say, silence
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError, join_names
@@ -60,11 +60,11 @@ def estimate_config(
         prices: file of the user's prices.
     """
     cards = [find_card(name) for name in (device or "").split(",") if name.strip()]
-    reserved, processes = int(reserve * GIB), simulated_processes()
+    reserved, processes = int(reserve * GIB), simulated_process_count()
     if len(cards) > 1:
         return compare_cards(file, overrides, cards, reserved, as_json, prices)
     card = cards[0] if cards else None
-    with silent() if as_json else nullcontext():
+    with silence() if as_json else nullcontext():
         config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
         config = resolve_auto(config, card, reserved)
         say_what_is_known(config, card, reserved)
@@ -77,7 +77,7 @@ def estimate_config(
         timed = None if time is None else time.as_json()
         return json.dumps({**about, **prediction.as_json(card, reserved), "time": timed}, indent=2)
     name = config.name if processes == 1 else f"{config.name}, each of {processes} processes"
-    lines = [*estimate_lines(name, prediction, card, reserved), *unfit(config, card)]
+    lines = [*estimate_lines(name, prediction, card, reserved), *describe_misfit(config, card)]
     if card is not None and card.capability < CUDA_13_FROM:
         lines.append(
             f"  {card.name} is {sm(card.capability)}, and torch's CUDA 13 builds start at {sm(CUDA_13_FROM)}: install "
@@ -91,7 +91,7 @@ def estimate_config(
 def say_what_is_known(config: TrainConfig, card: Card | None, reserved: int) -> None:
     """If a prediction takes seconds, print first what does not: the one that ships, if it is for other libraries, or
     sizes."""
-    if known_job(config, (card or find_card(REFERENCE)).capability, square(config)) is not None:
+    if known_job(config, (card or find_card(REFERENCE)).capability, square_size(config)) is not None:
         return
     if (found := _shipped_estimate(config, card)) is not None:
         for line in estimate_lines(f"{config.name}, as stored for {_other_versions()}", found, card, reserved):
@@ -104,8 +104,9 @@ def say_what_is_known(config: TrainConfig, card: Card | None, reserved: int) -> 
 
 
 def _shipped_estimate(config: TrainConfig, card: Card | None) -> Estimate | None:
-    """The estimate by the simulation that ships, by whatever versions of the libraries; None if there is none."""
-    capability, size = (card or find_card(REFERENCE)).capability, square(config)
+    """Return the estimate by the simulation that ships, by whatever versions of the libraries; None if there is
+    none."""
+    capability, size = (card or find_card(REFERENCE)).capability, square_size(config)
     job = shipped_job(config, capability, size)
     if job is None:
         return None
@@ -117,8 +118,8 @@ def _other_versions() -> str:
 
 
 def shipped_json(config: TrainConfig, card: Card | None) -> Json | None:
-    """What ``estimate --json`` prints, by the prediction that ships, with the versions ``stored_for`` which it is; None
-    if none ships, or it is for the installed versions. Imports no torch."""
+    """Return what ``estimate --json`` prints, by the prediction that ships, with the versions ``stored_for`` which it
+    is; None if none ships, or it is for the installed versions. Imports no torch."""
     if not other_versions():
         return None
     config = settle_compute(_settle_model(config), card.capability if card else None)
@@ -129,12 +130,9 @@ def shipped_json(config: TrainConfig, card: Card | None) -> Json | None:
 
 
 def resolve_auto(config: TrainConfig, card: Card | None, reserved: int) -> TrainConfig:
-    """Resolve ``batch_size: auto`` and ``checkpointing: auto`` on a card, for one of the simulated processes.
-
-    Raises:
-        ConfigError: there are too many processes for a step of this size.
-    """
-    size, processes = square(config), simulated_processes()
+    """Resolve ``batch_size: auto`` and ``checkpointing: auto`` on a card, for one of the simulated processes. Raises
+    ConfigError if there are too many processes for a step of this size."""
+    size, processes = square_size(config), simulated_process_count()
     if config.train.batch_size == "auto" or config.memory.checkpointing == "auto":
         ensure_libraries()
         from simpletune.estimate.auto_settings import choose_batch, resolve_checkpointing
@@ -158,23 +156,25 @@ def compare_cards(
     """Return what ``simpletune estimate CONFIG --device A,B,C`` prints: hours and price on each card."""
     rows: list[tuple[JobTime, str]] = []
     figures: list[dict[str, object]] = []
-    with silent() if as_json else nullcontext():
+    with silence() if as_json else nullcontext():
         read = read_for_estimate(file, overrides)
         for card in cards:
             say(f"predict {read.name} on {card.name}")
             config = resolve_auto(settle_compute(read, card.capability), card, reserved)
             prediction = estimate(config, card.capability)
             why = "" if prediction.fits(card, reserved) else "does not fit"
-            why = "has no bf16" if unfit(config, card) else why
+            why = "has no bf16" if describe_misfit(config, card) else why
             time = time_of(config, prediction, card, prices)
             rows.append((time, why))
-            figures.append({**time.as_json(), "needed_mib": round(prediction.needed() / MIB), "why_not": why or None})
+            figures.append(
+                {**time.as_json(), "needed_mib": round(prediction.needed_bytes() / MIB), "why_not": why or None}
+            )
     if as_json:
         return json.dumps({"name": read.name, "cards": figures}, indent=2)
     return "\n".join(card_table(read.name, rows))
 
 
-def unfit(config: TrainConfig, card: Card | None) -> list[str]:
+def describe_misfit(config: TrainConfig, card: Card | None) -> list[str]:
     """Explain why a card cannot run a configuration, apart from its memory."""
     if card is None or card.has_bf16 or config.precision.compute != "bf16":
         return []
@@ -188,19 +188,19 @@ def compare_configs(
     image: Path | None = None,
     as_json: bool = False,
 ) -> str:
-    """Return what ``simpletune estimate --compare A B ...`` prints; draw stacked bars into ``image``, an ``.svg`` or
-    ``.png``."""
+    """Return what ``simpletune estimate --compare A B ...`` prints; write a chart of stacked bars to ``image``, an
+    ``.svg`` or ``.png``."""
     if image is not None and image.suffix not in (".svg", ".png"):
         raise UserError(f"--picture: {image} has the suffix {image.suffix or '(none)'}. Use .svg or .png")
     card = find_card(device) if device else None
     predictions: dict[str, Estimate] = {}
     for file in files:
-        with silent():  # the table's row has this information
+        with silence():  # the table's row has this information
             config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
         name = config.name if config.name not in predictions else str(file)
         if name in predictions:
             raise UserError(f"--compare: {file} is given twice. Name each configuration once")
-        with silent() if as_json else nullcontext():
+        with silence() if as_json else nullcontext():
             config = resolve_auto(config, card, 0)
         predictions[name] = estimate(config, (card or find_card(REFERENCE)).capability)
     lines = [comparison(predictions)]

@@ -1,4 +1,4 @@
-"""Predict the memory of drawing a picture, during training or without it."""
+"""Predict the memory of generating an image, during training or without it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from simpletune.estimate.simulate.simulate_stages import (
     WholeWindowModulation,
     accounting_of,
     inpainting_input,
-    shortened,
+    shorten,
 )
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.load import empty_autoencoder, empty_base, modulation_of
 from simpletune.stages.sample import ImageRequest, Sampler
 from simpletune.stages.step.synthetic import CPU
-from simpletune.system.console import silent
+from simpletune.system.console import silence
 from simpletune.system.options import UserError
-from simpletune.system.startup import without_collection
+from simpletune.system.startup import pause_collection
 
 
 def require_memory(
     config: TrainConfig, device: torch.device, size: Size, known: Estimate | None, encodes: bool
 ) -> None:
-    """Refuse a picture that is predicted not to fit on the CUDA device beside the training state.
+    """Refuse an image that is predicted not to fit on the CUDA device beside the training state.
 
     Args:
-        config: configuration of the run, with folders and memory resolved and the picture's settings as validation.
+        config: configuration of the run, with folders and memory resolved and the image's settings as validation.
         size: width and height in pixels of the run's largest bucket.
-        known: prediction of the run, if its validation draws pictures that take as much memory.
+        known: prediction of the run, if its validation generates images that take as much memory.
         encodes: whether a prompt has to be encoded, by a text encoder beside the training state.
     """
     card, held = card_at_hand(device)
-    prediction = known or estimate(as_simulated(config), card.capability, size)
+    prediction = known or estimate(simulated_config(config), card.capability, size)
     peaks = {"drawing": prediction.stages["validate"].bytes}
     if encodes:
         peaks["encoding its prompt"] = prediction.stages["text"].bytes + prediction.job.train.steady.bytes
@@ -53,8 +53,8 @@ def require_memory(
             )
 
 
-def as_simulated(config: TrainConfig) -> TrainConfig:
-    """Leave out what does not affect the memory of a picture, so that similar pictures share a prediction."""
+def simulated_config(config: TrainConfig) -> TrainConfig:
+    """Leave out what does not affect the memory of an image, so that similar images share a prediction."""
     option = config.validation
     changes = {"prompts": ["drawn"], "negative_prompt": "", "loss_samples": 0, "seed": 0, "every": None}
     changes |= {"images": None, "masks": None}
@@ -69,12 +69,12 @@ def generation_bytes(
     batch: int,
     recorder: Recorder | None = None,
 ) -> int:
-    """Return the peak memory of drawing ``batch`` pictures together with the transformer, without decoding; record
+    """Return the peak memory of generating ``batch`` images together with the denoiser, without decoding; record
     ``SIMULATED`` steps, for the time."""
     model = config.model
     size, steps = (image.width, image.height), min(SIMULATED, image.steps)
     request = ImageRequest("", 0, "", *size, steps, image.guidance)
-    with fake_tensors(), without_collection(), silent():
+    with fake_tensors(), pause_collection(), silence():
         denoiser = empty_base(model, config.memory, precision, CPU, [size])
         denoiser.eval().requires_grad_(False)
         detached = modulation_of(denoiser, config.model_copy(update={"precision": precision}), CPU)
@@ -83,13 +83,13 @@ def generation_bytes(
         with accounting_of(all_tensors(denoiser), recorder) as accounting, torch.no_grad():
             sampler = Sampler(denoiser, ShapesOnlyModel(model), precision, whole, objective=config.objective)
             read = inpainting_input(model, size, batch)
-            sampler.denoise([request] * batch, [text] * batch, [shortened(model, text)] * batch, inpainting=read)
+            sampler.denoise([request] * batch, [text] * batch, [shorten(model, text)] * batch, inpainting=read)
     return accounting.peak.bytes
 
 
 def decoding_bytes(config: TrainConfig, image: ImageRequest, recorder: Recorder | None = None) -> int:
-    """Return the peak memory of decoding one picture; record the operations, for the time."""
-    with fake_tensors(), without_collection(), silent():
+    """Return the peak memory of decoding one image; record the operations, for the time."""
+    with fake_tensors(), pause_collection(), silence():
         vae = empty_autoencoder(config)
         with accounting_of(all_tensors(vae), recorder) as accounting, torch.no_grad():
             autoencoder = config.model.autoencoder

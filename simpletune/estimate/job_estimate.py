@@ -21,14 +21,14 @@ from simpletune.engine.memory.cuda_libraries import most_multiprocessors
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
 from simpletune.engine.quant.precision import ITEM
 from simpletune.estimate.disk_needs import NO_DATA, DataCounts, bytes_of_prompt, disk_needs
-from simpletune.estimate.simulate.processes import simulated_processes
+from simpletune.estimate.simulate.processes import simulated_process_count
 from simpletune.estimate.simulate.reports import (
     L4,
     JobReport,
     StepReport,
     kernel_of,
     parts_in_steps,
-    square,
+    square_size,
     with_workspaces,
 )
 from simpletune.estimate.stored import other_versions, prediction_key, stored_job
@@ -40,7 +40,7 @@ from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES, version_or_none
 from simpletune.system.gpus import Card
-from simpletune.system.hub import in_cache
+from simpletune.system.hub import cached_folder
 from simpletune.system.options import Json, UserError
 from simpletune.system.startup import ensure_libraries
 
@@ -94,13 +94,13 @@ class Estimate:
         """The stage of the largest snapshot."""
         return max(self.stages, key=lambda name: self.stages[name].bytes)
 
-    def needed(self) -> int:
+    def needed_bytes(self) -> int:
         """Return the bytes that a card must have: the peak plus the allowances."""
-        return needed(self.peak.bytes)
+        return needed_bytes(self.peak.bytes)
 
     def fits(self, card: Card, reserved: int = 0) -> bool:
-        """Whether the whole job fits on a card of which other programs use ``reserved`` bytes."""
-        return self.needed() + reserved <= card.bytes
+        """Return whether the whole job fits on a card of which other programs use ``reserved`` bytes."""
+        return self.needed_bytes() + reserved <= card.bytes
 
     def as_json(self, card: Card | None = None, reserved: int = 0) -> dict[str, object]:
         """Return what ``estimate --json`` prints: device memory in MiB (2^20); host, disk, download in GiB (2^30)."""
@@ -112,7 +112,7 @@ class Estimate:
                 "cuda_context": to_mib(CONTEXT),
                 "fragmentation": to_mib(fragmentation(self.peak.bytes)),
             },
-            "needed_mib": to_mib(self.needed()),
+            "needed_mib": to_mib(self.needed_bytes()),
             "host_ram_gib": to_gib(sum(self.host.values())),
             "host_ram_by_use_gib": {name: to_gib(size) for name, size in self.host.items()},
             "host_ram_shared_gib": to_gib(self.shared),
@@ -125,23 +125,24 @@ class Estimate:
             "size": list(self.size),
         }
         if card is not None:
-            left = card.bytes - reserved - self.needed()
+            left = card.bytes - reserved - self.needed_bytes()
             figures |= {"device": card.name, "device_mib": to_mib(card.bytes), "reserved_mib": to_mib(reserved)}
             figures |= {"fits": self.fits(card, reserved), "left_mib": to_mib(left)}
         return figures
 
 
-def needed(peak: int) -> int:
+def needed_bytes(peak: int) -> int:
     """Return the bytes that a card must have for a peak of allocated bytes."""
     return peak + fragmentation(peak) + CONTEXT
 
 
 def shortage(what: str, peak: int, card: Card, held: int) -> str:
     """Say that ``peak`` bytes do not fit on a card of which other programs use ``held``; empty if they do."""
-    if needed(peak) + held <= card.bytes:
+    needed = needed_bytes(peak)
+    if needed + held <= card.bytes:
         return ""
     others = f", {held / MIB:,.0f} of them in use by other programs" if held else ""
-    return f"{what} needs {needed(peak) / MIB:,.0f} MiB (predicted) and {card.name} has {card.bytes / MIB:,.0f}{others}"
+    return f"{what} needs {needed / MIB:,.0f} MiB (predicted) and {card.name} has {card.bytes / MIB:,.0f}{others}"
 
 
 def fragmentation(peak: int) -> int:
@@ -190,7 +191,7 @@ def estimate(
     Raises:
         UserError: a part's configuration cannot be read.
     """
-    size = size or square(config)
+    size = size or square_size(config)
     job = known_job(config, capability, size)
     if job is None:
         ensure_libraries()
@@ -206,8 +207,8 @@ def estimate(
 
 
 def known_job(config: TrainConfig, capability: tuple[int, int], size: Size) -> JobReport | None:
-    """The cached simulation of a job, or the one that ships if it is for the installed libraries; None if it is to be
-    made."""
+    """Return the cached simulation of a job, or the one that ships if it is for the installed libraries; None if it is
+    to be made."""
     cached = read_json_or_none(cache_file(config, capability, size))
     if cached is not None:
         return JobReport.from_json(cached)
@@ -215,10 +216,11 @@ def known_job(config: TrainConfig, capability: tuple[int, int], size: Size) -> J
 
 
 def shipped_job(config: TrainConfig, capability: tuple[int, int], size: Size) -> JobReport | None:
-    """The simulation that ships, of square pictures, by whatever versions of the libraries; None if there is none."""
-    processes = simulated_processes()
+    """Return the simulation that ships, of square images, by whatever versions of the libraries; None if there is
+    none."""
+    processes = simulated_process_count()
     sharding = processes if config.train.uses_fsdp(processes) else 1
-    if size != square(config):
+    if size != square_size(config):
         return None
     return stored_job(prediction_key(config, attention_of(config, capability), sharding))
 
@@ -241,7 +243,7 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
         disk["quantised base"] = train.steady.by_kind.get("weights", 0) - text + train.host_bytes
     denoiser = 2 * config.model.architecture.parameter_count()  # at 2 bytes per parameter
     sizes = {**job.part_bytes, config.model.denoiser: denoiser}
-    missing = (part.part for part in config.model.files.hub_parts() if part.weights and in_cache(part) is None)
+    missing = (part.part for part in config.model.files.hub_parts() if part.weights and cached_folder(part) is None)
     return Estimate(
         job,
         size,
@@ -254,36 +256,38 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
 
 
 def counts_of(config: TrainConfig) -> DataCounts | None:
-    """Count the pictures and prompts of the data set; None if it is missing or cannot be read."""
+    """Count the images and prompts of the data set; None if it is missing or cannot be read."""
     paths = [source.path for source in config.data.members]
     try:
         if config.data.streamed:
-            return DataCounts.of(config, stream_plan(config))
+            return DataCounts.from_plan(config, stream_plan(config))
         if any(path.startswith("demo:") or not Path(path).exists() for path in paths):
             return None
         images = scan_sources(config.data).images
         small = too_small(images, config.data, config.model.architecture.multiple)
         plan = make_plan(config, drop_rejected(images, small), config.model.inpaints)
-        found = DataCounts.of(config, plan)
+        found = DataCounts.from_plan(config, plan)
     except UserError:  # the run itself reports problems of the data
         return None
     if not isinstance(config.prior, ClassImages):
         return found
-    drawn, pixels = config.prior.count, config.data.resolution**2
+    generated, pixels = config.prior.count, config.data.resolution**2
     entries = 1 + config.model.inpaints  # each with a hole
     return DataCounts(
-        found.images + drawn, found.prompts + 1, found.pixels + drawn * pixels * entries, found.samples + drawn
+        found.images + generated,
+        found.prompts + 1,
+        found.pixels + generated * pixels * entries,
+        found.samples + generated,
     )
 
 
 def cached_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: int | None = None) -> StepReport:
-    """Return the cached prediction of a step with square pictures, or make it, as on an L4, by ``simulated``.
+    """Return the cached prediction of a step with square images, or make it, as on an L4, by ``simulated``.
 
-    Raises:
-        OutOfMemory: the step takes more than ``limit`` bytes. Where it ran out is cached too; without a limit the whole
-            prediction is needed.
+    Where it ran out of memory is cached too; without a limit the whole prediction is needed. Raises OutOfMemory if the
+    step takes more than ``limit`` bytes.
     """
-    file = cache_file(config, L4, square(config), "-step")
+    file = cache_file(config, L4, square_size(config), "-step")
     cached = read_json_or_none(file) or {}
     if "peak" in cached:
         return StepReport.from_json(cached)
@@ -310,8 +314,8 @@ def cache_file(config: TrainConfig, capability: tuple[int, int], size: Size, kin
     """Name the file of a cached prediction by a hash of everything that it depends on; ``kind`` distinguishes
     predictions of parts of the job."""
     options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
-    if config.train.uses_fsdp(simulated_processes()):
-        options["processes"] = simulated_processes()
+    if config.train.uses_fsdp(simulated_process_count()):
+        options["processes"] = simulated_process_count()
     versions = [VERSION, __version__, *map(version_or_none, LIBRARIES)]
     attention = attention_of(config, capability)
     about = json.dumps([options, attention, size, versions], sort_keys=True)

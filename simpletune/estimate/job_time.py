@@ -84,11 +84,7 @@ class JobTime:
 
 def speeds_of(card: Card, cache: Path, core: float | None = None) -> tuple[Speeds, tuple[float, float], str]:
     """Return a card's speeds, the interval for predictions with them, and their origin: a calibration of this machine
-    in the cache's folder, or the card's data sheet.
-
-    Raises:
-        UserError: a calibration cannot be read.
-    """
+    in the cache's folder, or the card's data sheet. Raises UserError if a calibration cannot be read."""
     for file in sorted((cache / FOLDER).glob("*.json")):
         constants = read_constants(file)
         named = card in cards_like(constants.device) or card.name == constants.device
@@ -128,17 +124,17 @@ def job_time(
     base = 2 * config.model.architecture.parameter_count() * bring
     beside = sum(job.part_bytes.get(part, 0) for part in parts_in_steps(config)) * bring
     vae = job.part_bytes.get("vae", 0) * bring
-    stages = {"text": _text(config, job, counts, speeds, bring)}
+    stages = {"text": _text_seconds(config, job, counts, speeds, bring)}
     if isinstance(prior, ClassImages):
         one = _generation_seconds(job.work["class"], speeds, prior.steps, (side, side))
         stages["class"] = base + vae + prior.count * one
     stages["latents"] = 0.0
     if counts is not None and counts.pixels:
-        # pictures are larger than their crops
+        # images are larger than their crops
         read_image = speeds.rates.get("read_jpeg", READ_JPEG) * side * side * 4
-        stages["latents"] = vae + counts.pixels / side**2 * (alone(job.work["latents"], speeds) + read_image)
+        stages["latents"] = vae + counts.pixels / side**2 * (section_seconds(job.work["latents"], speeds) + read_image)
     stages |= {"load": base + beside, "train": steps * step.seconds}
-    if validate := _validation(config, job, speeds, steps, vae):
+    if validate := _validation_seconds(config, job, speeds, steps, vae):
         stages["validate"] = validate
     checkpoint, result = checkpoint_bytes(config)
     saved = times_due(config.checkpoint.every, steps) * checkpoint + result
@@ -147,13 +143,13 @@ def job_time(
 
 
 def step_range(sections: Sequence[StreamWork], speeds: DatasheetSpeeds, step: StepSeconds) -> tuple[float, float]:
-    """The interval of a step by a data sheet: the device's and the host's factors, folded as the step is."""
+    """Return the interval of a step by a data sheet: the device's and the host's factors, folded as the step is."""
     low, high = (step_seconds(sections, end).seconds / step.seconds for end in range_ends(speeds))
     return low, high
 
 
 def range_ends(speeds: DatasheetSpeeds) -> list[Speeds]:
-    """The fastest and the slowest speeds that a data sheet's stand for."""
+    """Return the fastest and the slowest speeds that a data sheet's stand for."""
     cores = OTHER_CORES if speeds.core is None else THIS_CORE
     return [ScaledSpeeds(speeds, *factors) for factors in zip(STATED, cores, strict=True)]
 
@@ -163,8 +159,10 @@ def times_due(every: int | None, steps: int) -> int:
     return 1 + ((steps - 1) // every if every else 0)
 
 
-def _text(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds: Speeds, bring: float) -> float:
-    """Predict the seconds of loading the text encoders and encoding all prompts, also those of drawing and drift."""
+def _text_seconds(
+    config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds: Speeds, bring: float
+) -> float:
+    """Predict the seconds of loading the text encoders and encoding all prompts, also those of generation and drift."""
     if counts is not None and not counts.prompts:
         return 0.0  # all are cached
     generated = config.validation.prompts
@@ -173,21 +171,24 @@ def _text(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds
     )  # and the negative prompt
     prompts += len(drift_prompts(config.validation)) + isinstance(config.prior, ClassImages)
     return sum(
-        job.part_bytes.get(name.removeprefix("text."), 0) * bring + prompts / (2 * BATCH) * alone(sections, speeds)
+        job.part_bytes.get(name.removeprefix("text."), 0) * bring
+        + prompts / (2 * BATCH) * section_seconds(sections, speeds)
         for name, sections in job.work.items()
         if name.startswith("text.")
     )
 
 
 def _generation_seconds(sections: Sequence[StreamWork], speeds: Speeds, steps: int, size: Size) -> float:
-    """Predict the seconds of drawing one picture and writing it; ``SIMULATED`` of its steps were recorded."""
-    sample, decode = (alone([s for s in sections if s.phase == name], speeds) for name in ("sample", "decode"))
+    """Predict the seconds of generating one image and writing it; ``SIMULATED`` of its steps were recorded."""
+    sample, decode = (
+        section_seconds([s for s in sections if s.phase == name], speeds) for name in ("sample", "decode")
+    )
     png = math.prod(size) * speeds.rates.get("write_png", WRITE_PNG)
     return sample / min(SIMULATED, steps) * steps + decode + png
 
 
-def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int, load: float) -> float:
-    """Predict the seconds of drawing, including before training, with the autoencoder loaded each time, and of
+def _validation_seconds(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int, load: float) -> float:
+    """Predict the seconds of generation, including before training, with the autoencoder loaded each time, and of
     evaluating the loss and each group's drift from the base."""
     option = config.validation
     seconds = 0.0
@@ -198,10 +199,10 @@ def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int,
     if "evaluate" in job.work:
         batch = config.train.micro_batch * config.train.accumulation
         passes = choose_validation_samples(config, batch, steps).share * batch * steps
-        seconds += passes * alone(job.work["evaluate"], speeds)
+        seconds += passes * section_seconds(job.work["evaluate"], speeds)
     return seconds
 
 
-def alone(sections: Sequence[StreamWork], speeds: Speeds) -> float:
+def section_seconds(sections: Sequence[StreamWork], speeds: Speeds) -> float:
     """Predict the seconds of sections that nothing follows."""
     return step_seconds(sections, speeds).seconds if sections else 0.0

@@ -64,8 +64,8 @@ def with_changes(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig |
         return None
 
 
-def changed(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
-    """Like ``with_changes``, but also None if nothing changes."""
+def with_effective_changes(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
+    """Apply overrides like ``with_changes``; return None also if nothing changes."""
     new = with_changes(config, overrides)
     return None if new == config else new
 
@@ -75,7 +75,7 @@ def savings(config: TrainConfig) -> list[tuple[Lever, int]]:
     before = simulate(config).peak.bytes
     result = []
     for lever in LEVERS:
-        new = changed(config, lever.overrides)
+        new = with_effective_changes(config, lever.overrides)
         if new is None or new.data.resolution > config.data.resolution:
             continue
         saved = before - simulate(new).peak.bytes
@@ -84,11 +84,11 @@ def savings(config: TrainConfig) -> list[tuple[Lever, int]]:
     return sorted(result, key=lambda saving: -saving[1])
 
 
-def differing(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -> list[str]:
+def effective_overrides(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -> list[str]:
     """Return the overrides that change a value."""
     before, after = (each.model_dump(mode="json", by_alias=True) for each in (config, new))
     paths = {text: text.partition("=")[0] for text in overrides}
-    return [text for text, path in paths.items() if _at(before, path) != _at(after, path)]
+    return [text for text, path in paths.items() if _value_at(before, path) != _value_at(after, path)]
 
 
 def changes_of_quality(config: TrainConfig, new: TrainConfig) -> list[str]:
@@ -97,14 +97,14 @@ def changes_of_quality(config: TrainConfig, new: TrainConfig) -> list[str]:
     fewer_bits = new.precision.bytes_per_weight < config.precision.bytes_per_weight
     found = []
     for path, words in IN_WORDS.items():
-        values = [_at(data, path) for data in (before, after)]
+        values = [_value_at(data, path) for data in (before, after)]
         if values[0] != values[1] and (fewer_bits or path != "precision.weights"):
             old, now = (value if isinstance(value, str) else json.dumps(value) for value in values)
             found.append(f"{words.format(old=old, new=now)} ({path})")
     return found
 
 
-def _at(data: Mapping[str, object], path: str) -> object:
+def _value_at(data: Mapping[str, object], path: str) -> object:
     """Look up the value at a dotted path."""
     value: object = data
     for part in path.split("."):

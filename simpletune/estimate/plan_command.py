@@ -14,18 +14,18 @@ from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_json
 from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
+from simpletune.estimate.estimate_command import GIB, describe_misfit, read_for_estimate
 from simpletune.estimate.job_estimate import MIB
 from simpletune.estimate.job_time import job_time, speeds_of
-from simpletune.estimate.levers import changes_of_quality, differing
+from simpletune.estimate.levers import changes_of_quality, effective_overrides
 from simpletune.estimate.planning import PlanResult, Search, batch_table, possible_resolutions
 from simpletune.estimate.timing.timeline import StepSeconds
 from simpletune.system.atomic import write_json
-from simpletune.system.console import counting, say, silent
+from simpletune.system.console import counting, say, silence
 from simpletune.system.gpus import CARDS, Card, find_card
 from simpletune.system.options import UserError, plural
 from simpletune.system.prices import Price, card_prices
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 
 SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", "A100-40GB", "H100")
 RESOLUTIONS = (512, 768, 1024)
@@ -56,7 +56,7 @@ def plan_config(
         UserError: nothing fits.
     """
     reserved = int(reserve * GIB)
-    with silent() if as_json else nullcontext():
+    with silence() if as_json else nullcontext():
         config = _read(file, overrides)
         names = ", ".join(card.name for card in cards)
         say(f"plan    searching settings for {config.name} on {names}, goal: {goal.replace('-', ' ')}")
@@ -73,14 +73,14 @@ def plan_config(
             (card,), clock = cards, time.perf_counter()
             with counting("plan    search", "predictions") as count:
                 search = Search(config, card, reserved, count)
-                results = search.fastest() if goal == "fastest" else search.largest(LARGEST[goal])
+                results = search.find_fastest() if goal == "fastest" else search.find_largest(LARGEST[goal])
                 in_int8 = search.int8_products(results[0])
             best, seconds = results[0], time.perf_counter() - clock
             plans = [
                 {
                     "about": each.choice.about,
-                    "settings": differing(config, each.choice.config, each.choice.overrides),
-                    "needed_mib": round(each.estimate.needed() / MIB, 1),
+                    "settings": effective_overrides(config, each.choice.config, each.choice.overrides),
+                    "needed_mib": round(each.estimate.needed_bytes() / MIB, 1),
                     "seconds_per_step": each.step_time.seconds,
                     "costs": list(describe_settings(config, each)),
                 }
@@ -96,7 +96,7 @@ def plan_config(
             for number, each in enumerate(results, 1):
                 lines += ["", *describe_result(number, each, best, config)]
             lines += [] if in_int8 is None else ["", describe_int8(in_int8, best)]
-        changes = differing(config, best.choice.config, best.choice.overrides)
+        changes = effective_overrides(config, best.choice.config, best.choice.overrides)
         if out is not None:
             merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
             write_json(out, merged)
@@ -104,20 +104,17 @@ def plan_config(
         return json.dumps({**figures, "written": None if out is None else str(out)}, indent=2)
     if out is None:
         last = [
-            f"train with them: {to_paste('simpletune', 'train', file, *overrides, *changes)}",
+            f"train with them: {quote_command('simpletune', 'train', file, *overrides, *changes)}",
             "--out FILE writes them",
         ]
     else:
-        last = [f"written: {out}    {to_paste('simpletune', 'train', out)}"]
+        last = [f"written: {out}    {quote_command('simpletune', 'train', out)}"]
     return "\n".join([*lines, "", *last])
 
 
 def _read(file: Path, overrides: Sequence[str]) -> TrainConfig:
-    """Read a configuration, which must fix the micro-batch: ``plan`` compares settings with equal micro-batches.
-
-    Raises:
-        UserError: ``train.batch_size`` is auto.
-    """
+    """Read a configuration, which must fix the micro-batch: ``plan`` compares settings with equal micro-batches. Raises
+    UserError if ``train.batch_size`` is auto."""
     config = read_for_estimate(file, overrides)
     if config.train.batch_size == "auto":
         raise UserError(
@@ -142,13 +139,13 @@ def _plan_cards(
                 count(f"{last} on {card.name}")
 
             try:
-                plans.append((card, plan_on(settled, card, price, reserved, here)))
+                plans.append((card, plan_for_card(settled, card, price, reserved, here)))
             except UserError as error:
                 plans.append((card, str(error)))
     return plans
 
 
-def plan_on(
+def plan_for_card(
     config: TrainConfig,
     card: Card,
     price: Price | None,
@@ -156,11 +153,8 @@ def plan_on(
     count: Callable[[str], object] = lambda last: None,
 ) -> PlanResult:
     """Find the fastest settings on one card, and the time and price of the job with them; demo names must be resolved.
-
-    Raises:
-        UserError: nothing fits.
-    """
-    result = Search(config, card, reserved, count).fastest()[0]
+    Raises UserError if nothing fits."""
+    result = Search(config, card, reserved, count).find_fastest()[0]
     chosen, estimate = result.choice.config, result.estimate
     before, time = (job_time(each, estimate.job, card, estimate.counts, price) for each in (config, chosen))
     seen, wanted = (each.train.micro_batch * each.train.accumulation for each in (chosen, config))  # samples of a step
@@ -168,11 +162,8 @@ def plan_on(
 
 
 def choose_card(plans: Sequence[CardPlan], goal: str) -> tuple[Card, PlanResult]:
-    """Return the card and the plan that finishes first (``fastest``) or costs least (``cheapest``).
-
-    Raises:
-        UserError: the job fits on no card, or no price is known for those where it does.
-    """
+    """Return the card and the plan that finishes first (``fastest``) or costs least (``cheapest``). Raises UserError if
+    the job fits on no card, or no price is known for those where it does."""
     able = [(card, plan) for card, plan in plans if isinstance(plan, PlanResult)]
     if not able:
         raise UserError("\n".join(f"{card.name}: {why}" for card, why in plans))
@@ -195,7 +186,7 @@ def plan_json(card: Card, plan: PlanResult | str) -> dict[str, object]:
         "why_not": None,
         "settings": list(plan.choice.overrides),
         "about": plan.choice.about,
-        "needed_bytes": plan.estimate.needed(),
+        "needed_bytes": plan.estimate.needed_bytes(),
         "seconds_per_step": plan.step_time.seconds,
         "seconds": plan.seconds,
         "cost": plan.cost,
@@ -234,19 +225,20 @@ def describe_result(number: int, result: PlanResult, best: PlanResult, config: T
     """Describe a choice in a few lines."""
     estimate, choice = result.estimate, result.choice
     yield f"{number}. {choice.about}"
-    job = f"{estimate.peak.bytes / MIB:,.0f} ({estimate.peak_stage}), the card must have {estimate.needed() / MIB:,.0f}"
-    yield f"   predicted MiB: training {estimate.stages['train'].bytes / MIB:,.0f}, whole job {job}"
+    whole = f"whole job {estimate.peak.bytes / MIB:,.0f} ({estimate.peak_stage})"
+    needed = f"the card must have {estimate.needed_bytes() / MIB:,.0f}"
+    yield f"   predicted MiB: training {estimate.stages['train'].bytes / MIB:,.0f}, {whole}, {needed}"
     yield f"   host memory about {sum(estimate.host.values()) / GIB:.1f} GiB"
-    why = _why(result.step_time, best.step_time) if number > 1 else ""
+    why = _describe_difference(result.step_time, best.step_time) if number > 1 else ""
     yield f"   expected: {result.step_time.seconds:.2f} s/step{why}"
     yield from (f"   {line}" for line in describe_settings(config, result))
-    for text in differing(config, choice.config, choice.overrides):
+    for text in effective_overrides(config, choice.config, choice.overrides):
         yield f"   {text}"
 
 
 def describe_int8(in_int8: PlanResult, best: PlanResult) -> str:
     """Say what int8 products should gain over the best settings."""
-    changes = differing(best.choice.config, in_int8.choice.config, in_int8.choice.overrides)
+    changes = effective_overrides(best.choice.config, in_int8.choice.config, in_int8.choice.overrides)
     seconds = in_int8.step_time.seconds
     return (
         f"int8 products: {seconds:.2f} s/step expected, {1 - seconds / best.step_time.seconds:.0%} less; off, because "
@@ -258,12 +250,12 @@ def describe_settings(config: TrainConfig, result: PlanResult) -> Iterator[str]:
     """Describe what settings cost in time and quality, compared with the configuration before the changes."""
     step, memory = result.step_time, result.choice.config.memory
     blocks = config.model.architecture.blocks()
-    recomputed, keeping = memory.checkpointing, memory.keeping_attention(blocks)
+    recomputed, keeping = memory.checkpointing, memory.keeping_count(blocks)
     if recomputed == "feed_forward":
         what = "feed-forward networks"
     else:
         what = plural(recomputed, "block") if isinstance(recomputed, int) else f"all {blocks} blocks"
-        some = f" in {keeping} of them" if keeping < memory.checkpointed(blocks) else ""
+        some = f" in {keeping} of them" if keeping < memory.checkpointed_count(blocks) else ""
         what += f" but for attention{some}" if keeping else ""
     parts = [
         (step.phases.get("recompute", 0.0), f"{what} computed a second time in the backward pass"),
@@ -279,7 +271,7 @@ def describe_settings(config: TrainConfig, result: PlanResult) -> Iterator[str]:
         yield f"quality: {change}"
 
 
-def _why(step_time: StepSeconds, best: StepSeconds) -> str:
+def _describe_difference(step_time: StepSeconds, best: StepSeconds) -> str:
     """Describe how a step time differs from the best one, and what causes most of the difference."""
     change = step_time.seconds / best.seconds - 1
     if abs(change) < 0.005:
@@ -292,10 +284,10 @@ def _why(step_time: StepSeconds, best: StepSeconds) -> str:
     return f", {change:+.0%}" + (f": {reasons[most]}" if change > 0 else ", ranked lower because it may cost quality")
 
 
-def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_json: bool = False) -> str:
+def describe_batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_json: bool = False) -> str:
     """Return what ``simpletune plan CONFIG --batches`` prints: the largest batch by card and resolution, for the named
     cards or else a list of common ones; the configuration's other settings are used as they are."""
-    with silent() if as_json else nullcontext():
+    with silence() if as_json else nullcontext():
         config = _read(file, overrides)
     cards = [find_card(name) for name in devices or SHOWN_CARDS]
     resolutions = possible_resolutions(config, RESOLUTIONS)
@@ -305,8 +297,8 @@ def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_jso
     head = f"| {config.name}: card | " + " | ".join(f"{resolution} px" for resolution in resolutions) + " |"
     lines = [head, "|---" * (1 + len(resolutions)) + "|"]
     for card in cards:
-        why = "has no bf16" if unfit(config, card) else "does not fit"
-        cells = (str(batch) if batch and not unfit(config, card) else why for batch in table[card.name])
+        why = "has no bf16" if describe_misfit(config, card) else "does not fit"
+        cells = (str(batch) if batch and not describe_misfit(config, card) else why for batch in table[card.name])
         named = f"{card.name}, {card.gib:g} GiB" if card in CARDS else card.name
         lines.append(f"| {named} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", "Largest batch of the training step, predicted, allowances included."])

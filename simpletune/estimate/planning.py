@@ -18,7 +18,15 @@ from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.snapshot import OutOfMemory
 from simpletune.engine.quant.int8_products import OLDEST as OLDEST_INT8
-from simpletune.estimate.job_estimate import MIB, Estimate, attention_of, cached_step, estimate, largest_peak, needed
+from simpletune.estimate.job_estimate import (
+    MIB,
+    Estimate,
+    attention_of,
+    cached_step,
+    estimate,
+    largest_peak,
+    needed_bytes,
+)
 from simpletune.estimate.job_time import JobTime, speeds_of
 from simpletune.estimate.levers import with_changes
 from simpletune.estimate.simulate.reports import L4, StepReport
@@ -27,7 +35,7 @@ from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.system.gpus import Card
 from simpletune.system.options import UserError, plural
-from simpletune.system.startup import without_collection
+from simpletune.system.startup import pause_collection
 
 WORTH = 1.05  # a setting that may cost quality must be faster by this factor
 TILES = (512, 256)  # pixels
@@ -93,7 +101,10 @@ class Search:
     def __init__(
         self, config: TrainConfig, card: Card, reserved: int = 0, count: Callable[[str], object] = lambda last: None
     ):
-        self.config, self.card, self.reserved, self.count = config, card, reserved, count
+        self.config = config
+        self.card = card
+        self.reserved = reserved
+        self.count = count
         self.speeds = speeds_of(card, config.output.cache_folder)[0]
         self._workspace = cublas_workspace(card.capability, deterministic=config.speed.deterministic)
         self._limit = largest_peak(card, reserved) - self._workspace + MIB  # nothing above it fits
@@ -101,12 +112,8 @@ class Search:
         self._too_large: set[str] = set()
         self._trained: dict[str, SimulatedTraining] = {}  # stages that fit, for predictions of the whole job
 
-    def fastest(self) -> list[PlanResult]:
-        """Return the settings that fit and should be fastest, and the second best.
-
-        Raises:
-            UserError: nothing fits.
-        """
+    def find_fastest(self) -> list[PlanResult]:
+        """Return the settings that fit and should be fastest, and the second best. Raises UserError if nothing fits."""
         chosen: list[SettingChanges] = []
         spare: list[SettingChanges] = []  # the next candidates: they fit but are slower
         bound: int | None = None  # the first list takes the most memory, so an index that fits there fits in every list
@@ -114,7 +121,7 @@ class Search:
             if chosen and candidates[0].last_resort:
                 continue
             configs = [each.config for each in candidates]
-            index = first_that_fits(configs, self.fits, likely_first(configs, self._limit), bound)
+            index = find_first_fit(configs, self.fits, guess_first_fit(configs, self._limit), bound)
             if index is None:
                 continue
             bound = index if number == 0 else bound
@@ -127,7 +134,7 @@ class Search:
             ranked += sorted(spare, key=self._cost)
         results: list[PlanResult] = []
         for choice in ranked:
-            results += self._whole_job(choice)
+            results += self._fit_whole_job(choice)
             if len(results) == SHOWN:
                 break
         if not results:
@@ -143,13 +150,12 @@ class Search:
         seconds = self.step_time(choice.config).seconds
         return seconds / train.micro_batch / train.accumulation * WORTH**choice.lossy
 
-    def largest(self, setting: str) -> list[PlanResult]:
-        """Like ``fastest``, with the largest ``train.batch_size`` or ``data.resolution`` that fits at this precision.
+    def find_largest(self, setting: str) -> list[PlanResult]:
+        """Search like ``find_fastest``, with the largest ``train.batch_size`` or ``data.resolution`` that fits at this
+        precision.
 
-        Bisects with the lossless candidate that saves most, and searches with what it finds.
-
-        Raises:
-            UserError: not even the smallest value fits.
+        Bisects with the lossless candidate that saves most, and searches with what it finds. Raises UserError if not
+        even the smallest value fits.
         """
         values: Sequence[int] = range(1, MOST + 1)
         if setting == "data.resolution":
@@ -169,11 +175,11 @@ class Search:
         override = f"{setting}={values[low]}"
         config = with_changes(self.config, [override])
         assert config is not None
-        results = Search(config, self.card, self.reserved, self.count).fastest()
+        results = Search(config, self.card, self.reserved, self.count).find_fastest()
         more = [replace(each.choice, overrides=(override, *each.choice.overrides)) for each in results]
         return [replace(each, choice=choice) for each, choice in zip(results, more, strict=True)]
 
-    def _whole_job(self, choice: SettingChanges) -> list[PlanResult]:
+    def _fit_whole_job(self, choice: SettingChanges) -> list[PlanResult]:
         """Add the largest autoencoder tiles with which the other stages fit, if tiles are needed; empty if none do."""
         for tile in (None, *TILES):
             more = () if tile is None else (f"memory.vae_tile={tile}",)
@@ -189,8 +195,8 @@ class Search:
         return []
 
     def int8_products(self, result: PlanResult) -> PlanResult | None:
-        """Predict a result with int8 products, which no card has shown to be faster yet, so that ``fastest`` leaves
-        them off; None if they are not off, not possible, do not fit or should not be faster."""
+        """Predict a result with int8 products; None if they are not off, not possible, do not fit or seem no faster."""
+        # No card has shown them to be faster yet, so that ``find_fastest`` leaves them off.
         choice = result.choice
         config = with_changes(choice.config, INT8_PRODUCTS)
         if config is None or config == choice.config or self.card.capability < OLDEST_INT8 or not self.fits(config):
@@ -198,10 +204,10 @@ class Search:
         if self.step_time(config).seconds >= result.step_time.seconds:
             return None
         changed = replace(choice, overrides=(*choice.overrides, *INT8_PRODUCTS), config=config)
-        return next(iter(self._whole_job(changed)), None)
+        return next(iter(self._fit_whole_job(changed)), None)
 
     def fits(self, config: TrainConfig) -> bool:
-        """Whether the training stage fits. If not, its simulation stops where it runs out of memory."""
+        """Return whether the training stage fits. If not, its simulation stops where it runs out of memory."""
         key = config.model_dump_json()
         if key in self._too_large:
             return False
@@ -214,22 +220,19 @@ class Search:
 
     def _has_room(self, report: StepReport) -> bool:
         peak = report.peak.bytes + self._workspace
-        return needed(peak) + self.reserved <= self.card.bytes
+        return needed_bytes(peak) + self.reserved <= self.card.bytes
 
     def step_time(self, config: TrainConfig) -> StepSeconds:
         """Predict the time of a step."""
         return step_seconds(self.report(config).sections, self.speeds)
 
     def report(self, config: TrainConfig, limit: int | None = None) -> StepReport:
-        """Predict the training stage as on an L4, once per configuration.
-
-        Raises:
-            OutOfMemory: the stage takes more live bytes than the limit.
-        """
+        """Predict the training stage as on an L4, once per configuration. Raises OutOfMemory if the stage takes more
+        live bytes than the limit."""
         key = config.model_dump_json()
 
         def simulated() -> StepReport:
-            with fake_tensors(), without_collection():
+            with fake_tensors(), pause_collection():
                 trained = train(config, recorder=Recorder(cuda=True), limit=limit)
             alike = attention_of(config, self.card.capability) == attention_of(config, L4)
             if alike and self._has_room(trained.report):
@@ -243,8 +246,8 @@ class Search:
 
 
 def possible_resolutions(config: TrainConfig, sides: Sequence[int]) -> list[int]:
-    """Those of some resolutions that the model takes; if it takes none of them, its largest."""
-    # Simulating a picture beyond the model's position embeddings fails within diffusers.
+    """Return those of some resolutions that the model takes; if it takes none of them, its largest."""
+    # Simulating an image beyond the model's position embeddings fails within diffusers.
     most = config.model.architecture.largest_side
     return [side for side in sides if side <= most] or [most]
 
@@ -345,11 +348,11 @@ def block_options(blocks: int, alone: bool = True, keeps: bool = True) -> list[t
 
 
 def may_keep_attention(config: TrainConfig) -> bool:
-    """Whether checkpointed blocks may keep the output of attention."""
+    """Return whether checkpointed blocks may keep the output of attention."""
     return config.speed.attention != "math" and not config.speed.compile
 
 
-def first_that_fits(
+def find_first_fit(
     configs: Sequence[TrainConfig], fits: Callable[[TrainConfig], bool], likely: int = 0, known: int | None = None
 ) -> int | None:
     """Bisect for the index of the first configuration that fits; None if none does.
@@ -374,16 +377,15 @@ def first_that_fits(
     return low if low < count else None
 
 
-def likely_first(configs: Sequence[TrainConfig], room: int) -> int:
-    """Guess the index for ``first_that_fits`` by what lasts throughout a step, in ``room`` bytes; their number if it
-    leaves none room."""
+def guess_first_fit(configs: Sequence[TrainConfig], room: int) -> int:
+    """Guess the index for ``find_first_fit``; the number of configurations if what lasts leaves no room."""
     return next((n for n, config in enumerate(configs) if ACTIVATIONS * lasting_bytes(config) <= room), len(configs))
 
 
 def lasting_bytes(config: TrainConfig) -> float:
     """Estimate the device bytes that weights, their optimizer states and gradients take throughout a step."""
     model, trains = config.model, config.adapter.trains_base
-    on_host, found = config.memory.on_host(model.architecture.units()), 0.0
+    on_host, found = config.memory.host_filter(model.architecture.units()), 0.0
     for name, shape in model.architecture.known_shapes().items():
         if not on_host(name):
             found += math.prod(shape) * config.precision.bytes_per_weight

@@ -12,7 +12,7 @@ from simpletune.data.plan import Plan
 from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, shortage, snapshot_json
 from simpletune.estimate.job_time import CALIBRATED, JobTime, job_time
-from simpletune.estimate.levers import LEVERS, changed, differing
+from simpletune.estimate.levers import LEVERS, effective_overrides, with_effective_changes
 from simpletune.estimate.planning import Search
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.terminal import format_duration, place
@@ -41,7 +41,7 @@ def estimate_run(config: TrainConfig, device: torch.device, size: Size, force: b
     """
     card, held = card_at_hand(device) if device.type == "cuda" else (None, 0)
     prediction = estimate(config, WITHOUT_GPU if card is None else card.capability, size)
-    needed, peak = prediction.needed(), prediction.peak
+    needed, peak = prediction.needed_bytes(), prediction.peak
     on = "" if card is None else f", {needed / MIB:,.0f} with allowances, of {card.bytes / MIB:,.0f} MiB"
     say(f"memory  predicted peak {peak.bytes / MIB:,.0f} MiB ({prediction.peak_stage}: {place(peak)}){on}")
     if card is None or not (short := shortage("memory: this run", peak.bytes, card, held)):
@@ -78,23 +78,23 @@ def cheapest_change(
         The overrides, what they cost, and the bytes that the card must then have; None if nothing fits.
     """
     for lever in LEVERS:
-        new = changed(config, lever.overrides)
+        new = with_effective_changes(config, lever.overrides)
         if new is None or new.data.resolution != config.data.resolution:
             continue
         prediction = estimate(new, card.capability, size)
         if prediction.fits(card, held):
-            return lever.overrides, lever.costs, prediction.needed()
+            return lever.overrides, lever.costs, prediction.needed_bytes()
     try:
-        best = Search(config, card, held).fastest()[0]
+        best = Search(config, card, held).find_fastest()[0]
     except UserError:
         return None
-    overrides = differing(config, best.choice.config, best.choice.overrides)
-    return tuple(overrides), best.choice.about, best.estimate.needed()
+    overrides = effective_overrides(config, best.choice.config, best.choice.overrides)
+    return tuple(overrides), best.choice.about, best.estimate.needed_bytes()
 
 
 def estimate_time(config: TrainConfig, prediction: Estimate, device: torch.device, plan: Plan) -> Json | None:
-    """Predict a run's time and price, and print them; on a CPU only the steps. Counts only what is not cached
-    yet, so the configuration's folders must be resolved.
+    """Predict a run's time and price, and print them; on a CPU only the steps. Counts only what is not cached yet, so
+    the configuration's folders must be resolved.
 
     Returns:
         ``JobTime.as_json``; None on a CPU without a calibration, or if the calibration cannot be read, which is
@@ -104,7 +104,7 @@ def estimate_time(config: TrainConfig, prediction: Estimate, device: torch.devic
     try:
         if device.type == "cuda":
             card, _ = card_at_hand(device)
-            counts = DataCounts.to_prepare(config, plan)
+            counts = DataCounts.from_uncached(config, plan)
             time = job_time(config, prediction.job, card, counts, core=core_seconds())
         elif (found := steps_on_cpu(config, plan)) is not None:
             time = found

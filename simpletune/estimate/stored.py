@@ -55,7 +55,7 @@ LATER: dict[str, object] = {
 
 
 def prediction_key(config: TrainConfig, attention: str, processes: int = 1) -> str:
-    """Hash the settings that the simulation of a square picture reads.
+    """Hash the settings that the simulation of a square image reads.
 
     Args:
         config: demo names and whatever is auto resolved.
@@ -72,7 +72,7 @@ def prediction_key(config: TrainConfig, attention: str, processes: int = 1) -> s
         section, _, name = path.partition(".")
         if options[section].get(name, usual) == usual:
             options[section].pop(name, None)
-    options["precision"]["compute"] = config.precision.settled
+    options["precision"]["compute"] = config.precision.settled_compute
     options["validation"]["prompts"] = config.validation.prompts != []
     options["prior"]["prompt"] = getattr(config.prior, "prompt", None) is not None
     about = json.dumps([options, attention, processes], sort_keys=True)
@@ -80,7 +80,8 @@ def prediction_key(config: TrainConfig, attention: str, processes: int = 1) -> s
 
 
 def stored_job(key: str) -> JobReport | None:
-    """The simulated job of a key, by whatever versions; None if it is not stored, or the sources have changed."""
+    """Return the simulated job of a key, by whatever versions; None if it is not stored, or the sources have
+    changed."""
     if not is_current(FILE):
         return None
     with zipfile.ZipFile(FILE) as rows:
@@ -89,26 +90,27 @@ def stored_job(key: str) -> JobReport | None:
 
 
 def other_versions() -> dict[str, str | None]:
-    """The versions that the stored predictions are for, of the libraries that are installed in another."""
-    stored = about(FILE).get("versions", {})
+    """Return the versions that the stored predictions are for, of the libraries that are installed in another."""
+    stored = read_about(FILE).get("versions", {})
     return {name: stored.get(name) for name, own in versions().items() if stored.get(name) != own}
 
 
 def versions() -> dict[str, str]:
-    """The versions of the installed libraries, without the build: it does not change the simulation, on the CPU."""
+    """Return the versions of the installed libraries, without the build."""
+    # a build does not change the simulation, on the CPU
     return {name: found.partition("+")[0] for name in LIBRARIES if (found := version_or_none(name)) is not None}
 
 
 @cache
 def is_current(file: Path) -> bool:
-    """Whether a file was made with today's sources. Parses them only if their bytes have changed."""
-    made = about(file)
+    """Return whether a file was made with today's sources. Parses them only if their bytes have changed."""
+    made = read_about(file)
     return bool(made) and (made["bytes"] == hash_sources(parsed=False) or made["sources"] == hash_sources())
 
 
 @cache
-def about(file: Path) -> Json:
-    """What a file's rows were made with; empty without the file."""
+def read_about(file: Path) -> Json:
+    """Return what a file's rows were made with; empty without the file."""
     if not file.exists():
         return {}
     with zipfile.ZipFile(file) as rows:
@@ -128,7 +130,7 @@ def hash_sources(parsed: bool = True, root: Path = PACKAGE) -> str:
 
 
 def _without_words(source: bytes) -> bytes:
-    """A module's syntax tree as text, without docstrings and other loose strings."""
+    """Return a module's syntax tree as text, without docstrings and other loose strings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

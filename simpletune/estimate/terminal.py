@@ -29,10 +29,10 @@ def estimate_lines(name: str, estimate: Estimate, card: Card | None, reserved: i
     yield f"  CUDA context           {CONTEXT / MIB:>8,.0f}  an allowance: kernels and libraries"
     if reserved:
         yield f"  other programs         {reserved / MIB:>8,.0f}  from --reserve"
-    yield f"  the card must have     {(estimate.needed() + reserved) / MIB:>8,.0f}"
+    yield f"  the card must have     {(estimate.needed_bytes() + reserved) / MIB:>8,.0f}"
     if card is not None:
         yield f"  {card.name + ' has':<22} {card.bytes / MIB:>8,.0f}  as torch reports it"
-        left = (card.bytes - reserved - estimate.needed()) / MIB
+        left = (card.bytes - reserved - estimate.needed_bytes()) / MIB
         yield (
             f"  it fits, {left:,.0f} MiB are left" if left >= 0 else f"  it does not fit: {-left:,.0f} MiB are missing"
         )
@@ -56,7 +56,7 @@ def estimate_lines(name: str, estimate: Estimate, card: Card | None, reserved: i
 
 
 def bars(snapshots: Mapping[str, MemorySnapshot]) -> list[str]:
-    """Draw a bar for each snapshot, with one character per kind, and the legend."""
+    """Format a bar for each snapshot, with one character per kind, and the legend."""
     longest = max(snapshot.bytes for snapshot in snapshots.values())
     title = max(len(name) for name in snapshots)
     lines = []
@@ -81,7 +81,7 @@ def _list_sizes(sizes: Mapping[str, int], unit: int) -> str:
 def comparison(estimates: Mapping[str, Estimate]) -> str:
     """Tabulate several estimates: peak by kind and the memory that the card must have, in MiB."""
     present = [kind for kind in KINDS if any(e.peak.by_kind.get(kind) for e in estimates.values())]
-    first = next(iter(estimates.values())).needed()
+    first = next(iter(estimates.values())).needed_bytes()
     title = max(len(name) for name in estimates)
     lines = [
         " " * title
@@ -90,9 +90,9 @@ def comparison(estimates: Mapping[str, Estimate]) -> str:
     ]
     for name, each in estimates.items():
         kinds = "".join(f"{each.peak.by_kind.get(kind, 0) / MIB:>13,.0f}" for kind in present)
-        change = f"{each.needed() / first - 1:+.1%}"
+        change = f"{each.needed_bytes() / first - 1:+.1%}"
         lines.append(
-            f"{name:<{title}}{kinds}{each.peak.bytes / MIB:>10,.0f}{each.needed() / MIB:>10,.0f}{change:>13}"
+            f"{name:<{title}}{kinds}{each.peak.bytes / MIB:>10,.0f}{each.needed_bytes() / MIB:>10,.0f}{change:>13}"
             f"  {each.peak_stage}: {place(each.peak)}"
         )
     return "\n".join(lines)

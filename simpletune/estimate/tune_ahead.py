@@ -13,8 +13,8 @@ from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.quant import int8_tuning
-from simpletune.engine.quant.int8_products import why_not
-from simpletune.estimate.simulate.reports import square
+from simpletune.engine.quant.int8_products import int8_problem
+from simpletune.estimate.simulate.reports import square_size
 from simpletune.stages.load import empty_base
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import say
@@ -22,18 +22,15 @@ from simpletune.system.options import UserError, plural
 
 
 def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
-    """Tune the kernels for every product of a run, in Triton's cache folder.
-
-    Raises:
-        UserError: the run has no int8 products, or the machine has no card for them.
-    """
+    """Tune the kernels for every product of a run, in Triton's cache folder. Raises UserError if the run has no int8
+    products, or the machine has no card for them."""
     config = resolve_model_folder(read_config(file, list(overrides), needs_data=False)[0])
     if not torch.cuda.is_available():
         raise UserError("CONFIG: kernels are tuned on the card that will run them, and torch finds no CUDA device")
     device = torch.device("cuda", torch.cuda.current_device())
     config = settle_compute(config, torch.cuda.get_device_capability(device))
     with fake_tensors():
-        size, batch = square(config), config.train.micro_batch
+        size, batch = square_size(config), config.train.micro_batch
         denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size])
         rows = config.model.architecture.layer_rows(size)
         shapes = int8_tuning.tunings(denoiser, lambda layer: [batch * rows(layer)])
@@ -42,7 +39,7 @@ def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
             f"CONFIG: {config.name} does not multiply in int8, so there is nothing to tune. Use "
             "precision.weights=int8 precision.products=int8, or leave out CONFIG to measure the card"
         )
-    reason = why_not(device)
+    reason = int8_problem(device)
     if reason is not None:
         raise UserError(f"CONFIG: int8 products do not run here: {reason}. Use precision.products=dequantised")
     started = time.perf_counter()

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.fsdp.checkpoints import held_rows, restore_parts, write_together
-from simpletune.engine.fsdp.fsdp_model import fsdp_model, held_parameters
+from simpletune.engine.fsdp.checkpoints import load_rows, restore_parts, write_together
+from simpletune.engine.fsdp.fsdp_model import fsdp_model, local_parameters
 from simpletune.engine.fsdp.rank_zero import Command, rank_zero_driver
 from simpletune.engine.optim.ema import Average, use_average
 from simpletune.engine.optim.options import OptimizerOption
@@ -104,7 +104,7 @@ def save_checkpoint(run: Path, state: TrainingState) -> Path:
     folder = checkpoint_folder(run, state.step)
     tensors, scalars = state_to_tensors(state.optimizer)
     averages = state.average.tensors() if state.average is not None else {}
-    written = [*held_parameters(state.model).values(), *tensors.values(), *averages.values()]
+    written = [*local_parameters(state.model).values(), *tensors.values(), *averages.values()]
     needed = sum(tensor.numel() * tensor.element_size() for tensor in written)  # bytes, without the exported file
     with atomic_folder(folder, f"saving the checkpoint of step {state.step}", needed) as part:
         metadata = metadata_of(run, state.config, state.step)
@@ -273,4 +273,4 @@ def restore(
     else:
         restore_parts(model, optimizer, option, (weights, states), saved.optimizer)
     if average is not None:
-        average.load(dict(held_rows(model, WeightReader([averages]))), saved.step)
+        average.load(dict(load_rows(model, WeightReader([averages]))), saved.step)

@@ -25,7 +25,7 @@ from simpletune.system import strict_json
 from simpletune.system.atomic import quarantine, write_json
 from simpletune.system.locks import is_held, wait_for_lock
 from simpletune.system.options import ConfigError, Json, Option, UserError, plural
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 from simpletune.system.strict_json import JsonError
 
 WAITING = 64  # requests in a file
@@ -115,7 +115,7 @@ def ask(folder: Path, request: AnyRequest) -> AnyRequest:
     if not is_held(folder):
         raise UserError(
             f"{folder} is not training, so nothing would answer. Continue it with train CONFIG --resume auto, or draw "
-            f"with {to_paste('simpletune', 'generate', '--run', folder)}"
+            f"with {quote_command('simpletune', 'generate', '--run', folder)}"
         )
     request = request.model_copy(update={"asked": datetime.now(UTC)})
     with wait_for_lock(folder / ".control.lock", f"waiting for another request to {folder}"):

@@ -212,8 +212,8 @@ def put_chosen(config: ResolvedConfig, chosen: TrainConfig, threads: int) -> Non
     if config.memory.checkpointing == "auto":
         blocks = config.model.architecture.blocks()
         memory = chosen.memory
-        found |= {"checkpointed": memory.checkpointed(blocks), "blocks": blocks}
-        found["keeping_attention"] = memory.keeping_attention(blocks)
+        found |= {"checkpointed": memory.checkpointed_count(blocks), "blocks": blocks}
+        found["keeping_attention"] = memory.keeping_count(blocks)
     if config.memory.modulation == "auto":
         found["modulation"] = chosen.memory.modulation
     write_text(run_folder(config) / CHOSEN, json.dumps(with_sum(found)) + "\n")

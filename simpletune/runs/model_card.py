@@ -203,7 +203,7 @@ def _rows(config: TrainConfig, summary: Json, images: int) -> Iterator[tuple[str
     held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
     places = ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.data.members))
     yield "pictures", f"{images} from {escape_cell(places)}{held_out}"
-    yield "precision", f"{config.precision.weights} weights, {config.precision.settled} compute"
+    yield "precision", f"{config.precision.weights} weights, {config.precision.settled_compute} compute"
     yield "seed", str(train.seed)
     if "seconds_total" in summary:
         several = f", in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
@@ -277,7 +277,9 @@ def _loaded_tokens(config: TrainConfig) -> list[str]:
 def snippet(config: TrainConfig, example: ImageRequest) -> str:
     """Write Python code that draws the example with diffusers."""
     model, precision = config.model, config.precision
-    whole = precision.encoder_dtype() if precision.settled == "fp16" else precision.compute_dtype()  # fp16: see there
+    whole = (
+        precision.encoder_dtype() if precision.settled_compute == "fp16" else precision.compute_dtype()
+    )  # fp16: see there
     dtype = f"dtype={whole}"
     own = None if config.adapter.trains_base else MERGED if model.loras else getattr(model, model.denoiser)
     part, kind, pipeline = model.denoiser, model.architecture.diffusers_class, model.pipeline

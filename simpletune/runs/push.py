@@ -14,7 +14,7 @@ from simpletune.runs.weights_names import CheckpointRef, WeightsRef, find_in_run
 from simpletune.system.console import say
 from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import UserError
-from simpletune.system.shell import log_in
+from simpletune.system.shell import login_command
 
 Upload = dict[str, Path | bytes]
 """A file or its content, by path in the repository."""
@@ -37,7 +37,8 @@ def push(name: str, repository: str, private: bool, yes: bool) -> str:
     token = get_token()
     if not token:
         raise UserError(
-            f"push: no token for the hub was found. Log in with `{log_in()}`, or set HF_TOKEN (with write access)"
+            f"push: no token for the hub was found. Log in with `{login_command()}`, or set HF_TOKEN (with write "
+            "access)"
         )
     if not yes:
         confirm()
@@ -138,7 +139,7 @@ def explain_push_errors(repository: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         owner, status = repository.partition("/")[0], error.response.status_code
         known = {
-            401: f"the hub rejects the token (401). Log in again with `{log_in()}`, or correct HF_TOKEN",
+            401: f"the hub rejects the token (401). Log in again with `{login_command()}`, or correct HF_TOKEN",
             403: f"the token may not write to {repository} (403). Use one with write access that belongs to {owner}",
             404: f"{repository} was not found (404). Check the owner's name and the token's access",
         }

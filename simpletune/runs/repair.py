@@ -14,7 +14,7 @@ from pathlib import Path
 from simpletune.system.atomic import quarantine
 from simpletune.system.checksums import without_sum
 from simpletune.system.console import say
-from simpletune.system.disk import existing
+from simpletune.system.disk import existing_parent
 from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.processes import is_first_process
 
@@ -26,7 +26,7 @@ def require_place(folder: Path) -> None:
     """Check that the run's folder can be written or created."""
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Remove it, or give this run another name: name=...")
-    place = existing(folder)
+    place = existing_parent(folder)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise UserError(
             f"{folder} cannot be written: {place} is read-only for this user. Make it writable, or use another folder: "

@@ -42,7 +42,7 @@ from simpletune.stages.prepared import PreparedData
 from simpletune.system.console import duration, say
 from simpletune.system.options import Json, join_names, plural
 from simpletune.system.safetensors_file import WeightReader
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 from simpletune.system.stage_timer import peak_of_stages, round_figure, stages_as_json
 
 
@@ -178,8 +178,8 @@ def print_stopped(run: Path, steps: int) -> None:
     step, folder = found[-1]
     name = f"{run}@{step}"
     say(f"stopped: step {step} of {steps} is saved: {folder}")
-    say(f"         to draw with it: {to_paste('simpletune', 'generate', '--run', name)}")
-    say(f"         to make it the result: {to_paste('simpletune', 'finish', run)}")
+    say(f"         to draw with it: {quote_command('simpletune', 'generate', '--run', name)}")
+    say(f"         to make it the result: {quote_command('simpletune', 'finish', run)}")
 
 
 def print_data(prepared: PreparedData) -> None:

@@ -120,7 +120,11 @@ def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:
     """Choose the precision: the configuration's, but unquantised for merged or replaced weights."""
     precision = config.precision
     if (weights.merged or weights.trained) and not precision.trainable:
-        return FP32() if precision.settled == "fp32" else BF16.model_validate({"compute": precision.settled})
+        return (
+            FP32()
+            if precision.settled_compute == "fp32"
+            else BF16.model_validate({"compute": precision.settled_compute})
+        )
     return precision
 
 

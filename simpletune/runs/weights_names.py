@@ -33,7 +33,7 @@ from simpletune.runs.checkpoint_folders import (
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
 from simpletune.system.hub import is_hub_name
 from simpletune.system.options import UserError, join_names
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 
 LATEST, BEST = "latest", "best"
 FORMS = "a LoRA file, a run's folder, a checkpoint (runs/demo@100) or a hub name (owner/name)"
@@ -120,7 +120,7 @@ def find_in_run(run: CheckpointRef) -> WeightsRef:
         raise UserError(f"{folder} has no result and no checkpoint. Continue training it, or name another run")
     raise UserError(
         f"{folder} has no result, because it is unfinished. Export its last checkpoint with "
-        f"`{to_paste('simpletune', 'finish', folder)}`, or name a checkpoint: "
+        f"`{quote_command('simpletune', 'finish', folder)}`, or name a checkpoint: "
         f"{join_names([f'{folder}@{step}' for step in reversed(steps)], 4)}"
     )
 

@@ -22,7 +22,7 @@ from simpletune.stages.modulation_plan import DetachedModulation, detach_modulat
 from simpletune.system.console import say
 from simpletune.system.options import plural
 from simpletune.system.printable import describe_exception
-from simpletune.system.processes import processes_here
+from simpletune.system.processes import local_process_count
 
 
 def load_base(
@@ -90,7 +90,7 @@ def load_base_together(
             weights.pin(device)
         except RuntimeError as error:
             why = describe_exception(error)
-            weights.copied(denoiser)
+            weights.copy_out(denoiser)
     reasons: list[str] = gather_object([why])  # empty: it shares, or is alone on its machine
     if weights is not None:
         weights.close()
@@ -124,14 +124,14 @@ def meet(config: TrainConfig, accelerator: Accelerator) -> tuple[MachineWeights 
         The pages, or None and the reason; a process that is alone on its machine needs none.
     """
     weights, why, offer = None, "", None
-    if processes_here() > 1 and accelerator.local_process_index == 0:
+    if local_process_count() > 1 and accelerator.local_process_index == 0:
         try:
             weights = MachineWeights.create(8 * config.model.architecture.parameter_count())
             offer = weights.offer
         except OSError as error:
             why = str(error)
     offers: list[SharedFile | None] = gather_object([offer])
-    if processes_here() > 1 and accelerator.local_process_index > 0:
+    if local_process_count() > 1 and accelerator.local_process_index > 0:
         made = offers[first_here(accelerator)]
         try:
             weights = None if made is None else MachineWeights.join(made)
@@ -151,7 +151,7 @@ def empty_base(
 
 def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
     """Return a predicate: whether the module of a given name stays in host memory when the base is loaded."""
-    offloaded = memory.on_host(model.architecture.units())
+    offloaded = memory.host_filter(model.architecture.units())
     planned = model.architecture.modulation if memory.modulation == "plan" else None
     return lambda name: offloaded(name) or (planned is not None and planned.serves(name))
 

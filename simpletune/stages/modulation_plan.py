@@ -26,9 +26,9 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from simpletune.data.samples import PlannedSample
-from simpletune.engine.denoiser import Denoiser, in_units
+from simpletune.engine.denoiser import Denoiser, unit_filter
 from simpletune.engine.memory import accounting
-from simpletune.engine.memory.copy_stream import host_like
+from simpletune.engine.memory.copy_stream import empty_on_host
 from simpletune.engine.memory.machine_weights import is_shared
 from simpletune.engine.memory.snapshot import HOST
 from simpletune.engine.quant.precision import WeightPrecision
@@ -112,7 +112,7 @@ class DetachedModulation:
                 # Pinned, so that copies are asynchronous. Tensors in pages that the machine's processes share are so
                 # already; subclasses (quanto's) cannot be, and their copies are slower.
                 if device.type == "cuda" and type(host) is Tensor and not is_shared(host):
-                    host = host_like(host, device).copy_(host)
+                    host = empty_on_host(host, device).copy_(host)
                 set_tensor(part, name, host)
                 accounting.register([part._parameters.get(name, part._buffers.get(name))], HOST)
 
@@ -279,7 +279,7 @@ def detach_modulation(
     Raises:
         ValueError: one of these weights is trained, or ``fact`` is not the model's.
     """
-    if in_units(denoiser.units)(fact.embed):
+    if unit_filter(denoiser.units)(fact.embed):
         raise ValueError(f"{fact.embed} lies inside of a unit, whose recomputation would need its modulations again")
     names = [name for name, _ in denoiser.named_modules() if fact.has(name)]
     taken = {name: denoiser.get_submodule(name) for name in [fact.embed, *names]}

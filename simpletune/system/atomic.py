@@ -25,8 +25,8 @@ _SHARED = re.compile(r"^\..*\.([0-9a-f]{6})-(\d{1,9})\.part$")
 
 
 def machine_name() -> str:
-    """A short name of this machine or container, because process IDs are unique only within one; Windows and its WSL
-    have the same host name."""
+    """Name this machine or container briefly."""
+    # Process IDs are unique only within one; Windows and its WSL have the same host name.
     return hashlib.sha256(f"{os.name} {socket.gethostname()}".encode()).hexdigest()[:6]
 
 
@@ -38,16 +38,8 @@ def temporary_path(target: Path, shared: bool = False) -> Path:
 
 @contextmanager
 def atomic_file(file: Path, needed: int | None = None, shared: bool = False) -> Iterator[Path]:
-    """Yield a temporary path to write a file to; flush and rename it when the block succeeds.
-
-    Args:
-        file: target; an older file is replaced.
-        needed: bytes needed, for the message if the disk is full.
-        shared: other processes may write the same target at the same time.
-
-    Raises:
-        DiskFull: the disk is full; the target is unchanged.
-    """
+    """Yield a temporary path to write ``file`` to; flush and rename it when the block succeeds. Raises DiskFull, whose
+    message names the bytes ``needed``. ``shared``: other processes may write the same target at the same time."""
     part = temporary_path(file, shared)
     with room_for(f"writing {file.name}", file.parent, needed, lambda: part.unlink(missing_ok=True)):
         yield part
@@ -86,11 +78,8 @@ def atomic_folder(folder: Path, what: str | None = None, needed: int | None = No
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Create a folder like ``atomic_folder``, but never replace content; safe for concurrent processes.
-
-    Raises:
-        FileExistsError: the folder is not empty, now or when the content is ready.
-    """
+    """Create a folder like ``atomic_folder``, but never replace content; safe for concurrent processes. Raises
+    FileExistsError if the folder is not empty, now or when the content is ready."""
     _refuse_if_filled(folder)
     part = temporary_path(folder, shared=True)
     remove(part)
@@ -141,8 +130,8 @@ def remove_stale(folder: Path, name: str = "*") -> None:
 
 
 def is_abandoned(part: Path) -> bool:
-    """Whether the process that was writing an unfinished file has ended; if it is not known, whether the file has not
-    changed for ``STALE`` seconds. FileNotFoundError: it is gone."""
+    """Return whether the process that was writing an unfinished file has ended; if it is not known, whether the file
+    has not changed for ``STALE`` seconds. Raises FileNotFoundError if it is gone."""
     import psutil
 
     match = _SHARED.match(part.name)

@@ -27,7 +27,7 @@ _known: dict[tuple[Path, tuple[int, ...], str], str] = {}
 
 
 def sha256_of(file: Path, size: int = sys.maxsize) -> str:
-    """The SHA-256 of a file, or of its first ``size`` bytes if it grows meanwhile."""
+    """Return the SHA-256 of a file, or of its first ``size`` bytes if it grows meanwhile."""
     digest = hashlib.sha256()
     with open(file, "rb") as handle:
         while part := handle.read(min(size, MIB)):
@@ -45,7 +45,8 @@ def with_sum(values: Json) -> Json:
 
 
 def without_sum(values: Json) -> Json:
-    """Remove the checksum, which files of 0.1.0 lack. ValueError: a value has changed since it was computed."""
+    """Remove the checksum, which files of 0.1.0 lack. Raises ValueError if a value has changed since it was
+    computed."""
     known, rest = values.get(SUM), {name: value for name, value in values.items() if name != SUM}
     if known is not None and known != with_sum(rest)[SUM]:
         raise ValueError("its checksum does not match")
@@ -86,7 +87,7 @@ def hash_content(digest: hashlib._Hash, file: Path, spans: Sequence[Span], sums:
 
 
 def _kept_sum(file: Path, spans: Sequence[Span], sums: Path | None) -> str:
-    """The SHA-256 of spans of a file, computed unless it is known of the file as it is."""
+    """Return the SHA-256 of spans of a file, computed unless it is known of the file as it is."""
     from simpletune.system.locks import wait_for_lock  # filelock is 20 modules, which `check` does not need
 
     which, state = ",".join(f"{start}-{end}" for start, end in spans), _state(file)
@@ -108,8 +109,8 @@ def _kept_sum(file: Path, spans: Sequence[Span], sums: Path | None) -> str:
 
 
 def _state(file: Path) -> tuple[int, ...]:
-    """What changes with a file. The time of the last change of its data can be set back, that of its status cannot (on
-    Windows it is the time of creation)."""
+    """Return what changes with a file. The time of the last change of its data can be set back, that of its status
+    cannot (on Windows it is the time of creation)."""
     found = file.stat()
     return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
@@ -139,7 +140,7 @@ def _parts(file: Path, spans: Sequence[Span]) -> Iterator[bytes]:
 
 
 def _read(place: Path | None, state: tuple[int, ...]) -> dict[str, str]:
-    """The checksums that are kept of a file in this state; a damaged record is none."""
+    """Read the checksums that are kept of a file in this state; a damaged record is none."""
     if place is None:
         return {}
     try:

@@ -57,7 +57,7 @@ def note(lines: Iterable[str]) -> None:
 
 
 @contextmanager
-def silent() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Suppress output and progress within this context, for simulated runs."""
     _SILENT.append(True)
     try:
@@ -68,7 +68,7 @@ def silent() -> Iterator[None]:
 
 @contextmanager
 def progress_to(listener: Callable[[int, int], None]) -> Iterator[None]:
-    """Within this context and thread, tell a function how many items of how many are done, instead of printing it.
+    """Tell a function, within this context and thread, how many items of how many are done, instead of printing it.
     Other threads may call it."""
     token = _LISTENER.set(listener)
     try:
@@ -123,10 +123,14 @@ def _start_bars() -> Progress:
     line = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
     console = Console(force_terminal=True, force_interactive=True)
     bars = Progress(
-        BarColumn(BAR_WIDTH), line,
-        console=console, auto_refresh=False, transient=True, expand=True,
+        BarColumn(BAR_WIDTH),
+        line,
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        expand=True,
         redirect_stderr=sys.stderr.isatty(),  # standard error may be redirected to a file
-    )  # fmt: skip
+    )
     bars.start()
     console.show_cursor()  # a second Ctrl-C kills the process, which could not restore the cursor
     return bars
@@ -190,7 +194,7 @@ def duration(seconds: float) -> str:
 
 
 class TrainingProgress:
-    """Show the progress of training; as a context manager, leave the last line on every exit.
+    """The progress of training; as a context manager, leaves the last line on every exit.
 
     Args:
         steps: number of steps of the whole run.
@@ -210,7 +214,9 @@ class TrainingProgress:
         every: dict[str, int | None] | None = None,
         took: dict[str, float] | None = None,
     ):
-        self.steps, self.samples, self.memory = steps, samples, memory
+        self.steps = steps
+        self.samples = samples
+        self.memory = memory
         self.every = every or {}
         self.took: dict[str, list[float]] = {name: [seconds] for name, seconds in (took or {}).items()}
         self.loss: float | None = None
@@ -228,7 +234,7 @@ class TrainingProgress:
         self._stage.end(keep=True)
 
     @contextmanager
-    def interrupted(self, name: str) -> Iterator[None]:
+    def interruption(self, name: str) -> Iterator[None]:
         """Time an interruption, which counts towards the time left but not towards the seconds per step."""
         began = time.perf_counter()
         yield
@@ -247,7 +253,7 @@ class TrainingProgress:
         # The least important part is last, because a narrow terminal cuts it off.
         parts = [f"train   step {step:>{self._width},}/{self.steps:,}", f"loss {self.loss:.4f}", f"{pace:.3g} s/step"]
         if not final:
-            parts.append(f"{duration(self.left(step, pace))} left")
+            parts.append(f"{duration(self.seconds_left(step, pace))} left")
         parts += [f"{self.samples / pace:.3g} samples/s" if pace else "", self.memory()]
         every = self.every.get("validate")
         if self.look and every and not final:
@@ -256,7 +262,7 @@ class TrainingProgress:
         if final:
             self._stage.end(keep=True)
 
-    def left(self, step: int, pace: float) -> float:
+    def seconds_left(self, step: int, pace: float) -> float:
         """Estimate the seconds left for steps and interruptions, from their mean durations so far."""
         seconds = pace * (self.steps - step)
         for name, every in self.every.items():

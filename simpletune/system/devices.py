@@ -30,7 +30,7 @@ def prepare_environment() -> None:
     """Set environment variables that torch and CUDA read at start: threads and expandable memory segments; remove those
     that accelerate reads when it is imported.
 
-    Segments of fixed size fragment when picture shapes alternate. The user's own settings are respected.
+    Segments of fixed size fragment when image shapes alternate. The user's own settings are respected.
     """
     prepare_threads()
     take_from_accelerate()
@@ -41,14 +41,13 @@ def prepare_environment() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns about hub kernels
-    # Pillow warns of large pictures and odd tags without their names; what it refuses is reported with the name.
+    # Pillow warns of large images and odd tags without their names; what it refuses is reported with the name.
     warnings.filterwarnings("ignore", module=r"PIL\b|pillow_heif\b")
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
-def under_wsl(release: str | None = None) -> bool:
-    """Whether a Linux of this kernel release (None: this one) runs inside Windows, whose driver model manages the
-    card's memory."""
+def is_under_wsl(release: str | None = None) -> bool:
+    """Return whether a Linux of this kernel release (None: this one) runs inside Windows."""
     return "microsoft" in (platform.release() if release is None else release).lower()
 
 
@@ -61,7 +60,7 @@ def give_up_expandable_segments() -> None:
     import torch
 
     given = os.environ.get(ALLOCATOR, "")
-    if EXPANDABLE not in given or not under_wsl():
+    if EXPANDABLE not in given or not is_under_wsl():
         return
     trial = [sys.executable, "-c", "import torch; torch.empty(2**21, dtype=torch.uint8, device='cuda')"]
     try:
@@ -73,7 +72,7 @@ def give_up_expandable_segments() -> None:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version from nvidia-smi, or None."""
+    """Ask nvidia-smi for the NVIDIA driver's version; None if it does not answer."""
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
@@ -84,12 +83,15 @@ def driver_version() -> str | None:
 
 
 def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device, str]:
-    """Choose the device and describe the reason; a ``UserError`` says why no GPU is usable.
+    """Choose the device and describe the reason.
 
     Args:
         asked: auto, cuda or cpu.
         compute: data type of matmuls: bf16, fp16, fp32, or auto for what the device can do.
         is_demo: the model is the bundled demo model, which the CPU may train unasked.
+
+    Raises:
+        UserError: says why no GPU is usable.
     """
     import torch
 
@@ -149,7 +151,7 @@ def sm(capability: Sequence[int]) -> str:
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """The CUDA compute capability of a device; None for the CPU."""
+    """Return the CUDA compute capability of a device; None for the CPU."""
     import torch
 
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -17,7 +17,7 @@ _FROM_RUST = re.compile(r"\(os error (\d+)\)")  # an errno in an error of safete
 
 
 class DiskFull(UserError):
-    """Report that a file could not be written for lack of space."""
+    """The error of a file that could not be written for lack of space."""
 
     def __init__(self, message: str):
         super().__init__(message, FULL_CODE)
@@ -32,8 +32,8 @@ def format_bytes(size: float) -> str:
     return f"{size:,.1f} GiB"
 
 
-def existing(path: Path) -> Path:
-    """The path or its nearest existing parent."""
+def existing_parent(path: Path) -> Path:
+    """Return the path or its nearest existing parent."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -41,11 +41,11 @@ def existing(path: Path) -> Path:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """The free bytes on the disk of a path, which need not exist."""
-    return shutil.disk_usage(existing(path)).free
+    """Return the free bytes on the disk of a path, which need not exist."""
+    return shutil.disk_usage(existing_parent(path)).free
 
 
-def reason_full(error: BaseException) -> str | None:
+def describe_full_disk(error: BaseException) -> str | None:
     """Describe what kind of full disk an error reports; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (found := _FROM_RUST.search(str(error))):
@@ -74,14 +74,14 @@ def room_for(
         free = free_disk_bytes(place)  # measured before undo frees space
         if undo is not None:
             undo()
-        kind = reason_full(error) if isinstance(error, Exception) else None
+        kind = describe_full_disk(error) if isinstance(error, Exception) else None
         if kind is None and isinstance(error, OSError) and error.errno and error.filename is None:
-            raise OSError(error.errno, f"{error.strerror} while {what}", str(existing(place))) from error
+            raise OSError(error.errno, f"{error.strerror} while {what}", str(existing_parent(place))) from error
         if kind is None:
             raise
         wanted = "" if needed is None else f"{format_bytes(needed)} were needed, "
         raise DiskFull(
-            f"the disk of {existing(place)} {kind} while {what}: {wanted}{format_bytes(free)} were free. Finished "
-            "files are intact. Free some space, then continue with --resume latest, or start again if there is no "
-            "checkpoint yet"
+            f"the disk of {existing_parent(place)} {kind} while {what}: {wanted}{format_bytes(free)} were free. "
+            "Finished files are intact. Free some space, then continue with --resume latest, or start again if there "
+            "is no checkpoint yet"
         ) from None

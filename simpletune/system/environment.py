@@ -58,11 +58,9 @@ ZERO_CHANGES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION")  # th
 
 
 def take_from_accelerate() -> dict[str, str]:
-    """Remove the variables from which accelerate and diffusers take settings, and return those removed so far.
-
-    ``accelerate launch`` sets them from its arguments and its default_config.yaml, shells and images from older work.
-    They are read on import, when an Accelerator is made, and in between.
-    """
+    """Remove the variables from which accelerate and diffusers take settings, and return those removed so far."""
+    # ``accelerate launch`` sets them from its arguments and its default_config.yaml, shells and images from older work.
+    # They are read on import, when an Accelerator is made, and in between.
     for name in [each for each in os.environ if each.startswith(OF_ACCELERATE) or each in TAKEN_TOO]:
         _taken[name] = os.environ.pop(name)
     return _taken
@@ -111,7 +109,7 @@ def settle_variables(device: str, compiles: bool) -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """The variables that change what torch computes, as they are set."""
+    """Return the variables that change what torch computes, as they are set."""
     return {name: os.environ[name] for name in (*CHANGES, *CHANGE_LAST_BITS) if name in os.environ}
 
 
@@ -119,7 +117,8 @@ NUMERIC = {"torch": "torch", "cuda": "CUDA", "cudnn": "cuDNN"}  # what computes,
 
 
 def numeric_versions() -> dict[str, str | None]:
-    """The versions of what computes, another of which may give other last bits; None if this torch has no CUDA."""
+    """Return the versions of what computes, another of which may give other last bits; None if this torch has no
+    CUDA."""
     import torch
 
     cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
@@ -127,7 +126,7 @@ def numeric_versions() -> dict[str, str | None]:
 
 
 def describe_machine() -> dict[str, str]:
-    """The device, versions, and variables that change what torch computes (left out if none is set)."""
+    """Return the device, versions, and variables that change what torch computes (left out if none is set)."""
     import torch
 
     if torch.cuda.is_available():

@@ -7,25 +7,20 @@ from pathlib import Path
 
 from simpletune.system.options import UserError
 from simpletune.system.package import PACKAGE
-from simpletune.system.shell import install
+from simpletune.system.shell import install_command
 
 
 def install_extra(extra: str) -> str:
-    """The command that installs an optional extra: of a checkout, which is installed in place, or of the package."""
+    """Return the command that installs an optional extra: of a checkout, which is installed in place, or of the
+    package."""
     checkout = PACKAGE.parent
     if (checkout / "pyproject.toml").is_file():
-        return install("-e", f"{'.' if Path.cwd() == checkout else checkout}[{extra}]")
-    return install(f"simpletune[{extra}]")
+        return install_command("-e", f"{'.' if Path.cwd() == checkout else checkout}[{extra}]")
+    return install_command(f"simpletune[{extra}]")
 
 
 def require_extra(module: str, extra: str, needs: str) -> None:
-    """Refuse what needs a module of an optional extra that is not installed.
-
-    Args:
-        module: to find.
-        extra: that installs it.
-        needs: what needs it, such as ``simpletune serve needs``.
-    """
+    """Refuse what needs a module of an extra that is not installed; ``needs``: as in ``simpletune serve needs``."""
     if find_spec(module) is None:
         raise UserError(
             f"{needs} {module} from the optional extra {extra!r}. Run: {install_extra(extra)}",

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
-from simpletune.system.disk import DiskFull, free_disk_bytes, reason_full
+from simpletune.system.disk import DiskFull, describe_full_disk, free_disk_bytes
 from simpletune.system.model_folder import HALF, NAMES, weight_files
 from simpletune.system.options import Json, UserError, plural
-from simpletune.system.shell import log_in
+from simpletune.system.shell import login_command
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm
@@ -109,12 +109,12 @@ class Unreachable(UserError):
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name is a hub repository (owner/name) rather than a folder or file."""
+    """Return whether a name is a hub repository (owner/name) rather than a folder or file."""
     return not Path(name).exists() and not name.endswith(".safetensors") and HUB_NAME.match(name) is not None
 
 
 def commit_of(folder: Path | None) -> str | None:
-    """The commit of a part's folder in the hub's cache; None if it lies elsewhere."""
+    """Return the commit of a part's folder in the hub's cache; None if it lies elsewhere."""
     snapshot = next((each for each in folder.parents if each.parent.name == "snapshots"), None) if folder else None
     is_cached = snapshot is not None and re.match("(model|dataset)s--", snapshot.parents[1].name)
     return snapshot.name if snapshot is not None and is_cached else None
@@ -135,9 +135,9 @@ def fetch(parts: Sequence[HubPart], optional: Mapping[str, str] = NOTHING) -> No
     checked: list[tuple[HubFile, Callable[[Path], None]]] = []
     for part in dict.fromkeys(parts):
         try:
-            files = needed(part, listing(part.repository))
+            files = needed_files(part, listing(part.repository))
         except Unreachable:
-            folder = in_cache(part)
+            folder = cached_folder(part)
             if folder is None:
                 raise
             say(f"{part.repository.name}: the hub is offline or unreachable; {part.part} comes from the cache")
@@ -156,7 +156,7 @@ def fetch(parts: Sequence[HubPart], optional: Mapping[str, str] = NOTHING) -> No
     _FETCHED.update(folders)
 
 
-def needed(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
+def needed_files(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
     """List the files of a part in fetching order, without other precisions and frameworks."""
     name, prefix = part.repository.name, f"{part.part}/"
     if not any(file.path.startswith(prefix) for file in files):
@@ -289,7 +289,7 @@ def _snapshot(repository: Repository) -> Path:
     return repository.cache / "snapshots" / (note.read_text(encoding="utf-8").strip() if note.is_file() else revision)
 
 
-def in_cache(part: HubPart) -> Path | None:
+def cached_folder(part: HubPart) -> Path | None:
     """Return the part's folder in the hub's cache if it is complete, without contacting the hub."""
     here = _snapshot(part.repository)
     for folder in (here / part.part, *([here] if part.part in ALONE else [])):
@@ -322,15 +322,17 @@ def fetch_files(files: Sequence[HubFile]) -> None:
 
 
 def _require_room(files: Sequence[HubFile], optional: Mapping[str, str] = NOTHING) -> list[HubFile]:
-    """Return the files that are missing. DiskFull: they do not fit on the disk."""
+    """Return the files that are missing. Raises DiskFull if they do not fit on the disk."""
     missing = [file for file in files if not file.place.exists()]
     if missing:
         size, cache = sum(file.bytes_to_fetch for file in missing), missing[0].repository.cache.parent
         free = free_disk_bytes(cache)
         names = ", ".join(dict.fromkeys(file.repository.name for file in missing))
         if size > free:
-            spared = {setting: sum(file.size for file in missing if file.path.startswith(f"{part}/"))
-                      for part, setting in optional.items()}  # fmt: skip
+            spared = {
+                setting: sum(file.size for file in missing if file.path.startswith(f"{part}/"))
+                for part, setting in optional.items()
+            }
             remedy = "".join(f", or set {how} (saves {size / GIB:.1f} GiB)" for how, size in spared.items() if size)
             raise DiskFull(
                 f"{names}: the download needs {size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free at {cache}. "
@@ -370,10 +372,10 @@ def _download(file: HubFile, bar: type[tqdm]) -> None:
         constants.HF_HUB_DISABLE_XET = True  # the library reads the variable only once; now for all files to come
     for attempt in range(1, TRIES + 1):
         try:
-            hf_hub_download(**_how(file), tqdm_class=bar)
+            hf_hub_download(**_download_arguments(file), tqdm_class=bar)
             return
         except (HTTPError, OSError) as error:
-            if attempt == TRIES or not _worth_a_retry(error):
+            if attempt == TRIES or not _is_temporary(error):
                 raise
             say(f"fetch {file.path}: {type(error).__name__}, attempt {attempt + 1} of {TRIES}")
             time.sleep(PAUSE * attempt)
@@ -384,7 +386,7 @@ def _download_apart(file: HubFile, bar: type[tqdm]) -> str | None:
     holds the lock of the file meanwhile, so that only the end of its process lets another attempt begin.
 
     Returns:
-        What was wrong, in words: nothing arrived for ``STALLED`` seconds, or it failed; None if the file is there.
+        What was wrong: nothing arrived for ``STALLED`` seconds, or it failed; None if the file is there.
     """
     bars: dict[str, tqdm] = {}
     before, fault = _incomplete(file), ""
@@ -418,7 +420,7 @@ def _download_apart(file: HubFile, bar: type[tqdm]) -> str | None:
 
 
 def _incomplete(file: HubFile) -> dict[Path, tuple[int, int]]:
-    """Size and time of what has arrived of a file so far."""
+    """Return the size and time of what has arrived of a file so far."""
     found = {}
     for part in (file.repository.cache / "blobs").glob(f"{file.sha256}*.incomplete"):
         with suppress(FileNotFoundError):  # it has just been completed
@@ -433,8 +435,8 @@ def _pass_on(stream: Iterable[str], lines: queue.SimpleQueue[str]) -> None:
     lines.put("")
 
 
-def _how(file: HubFile) -> Json:
-    """The arguments of ``hf_hub_download`` for a file."""
+def _download_arguments(file: HubFile) -> Json:
+    """Return the arguments of ``hf_hub_download`` for a file."""
     from huggingface_hub import constants
 
     return {
@@ -449,15 +451,15 @@ def _how(file: HubFile) -> Json:
 
 
 def _command(file: HubFile) -> list[str]:
-    """The command of ``download_alone`` for a file."""
+    """Return the command of ``download_alone`` for a file."""
     # Without the current folder, whose files could hide modules; the package's comes last, as it may not be installed.
     found = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
     script = f"{found}; from simpletune.system.hub import download_alone; download_alone()"
-    return [sys.executable, "-P", "-c", script, json.dumps(_how(file))]
+    return [sys.executable, "-P", "-c", script, json.dumps(_download_arguments(file))]
 
 
 def download_alone() -> None:
-    """As a process: download the file that ``_command`` describes. Prints a line for all bytes that arrive, ``BAR
+    """Download, as a process, the file that ``_command`` describes. Prints a line for all bytes that arrive, ``BAR
     BYTES``, and ``failed CLASS`` after an error, whose text could contain a token or a signed URL."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import tqdm
@@ -477,8 +479,8 @@ def download_alone() -> None:
         sys.exit(1)
 
 
-def _worth_a_retry(error: Exception) -> bool:
-    """Whether a failure may be temporary but huggingface_hub (2.4) gave up without a retry.
+def _is_temporary(error: Exception) -> bool:
+    """Return whether a failure may be temporary but huggingface_hub (2.4) gave up without a retry.
 
     It resumes an interrupted GET and retries a HEAD; it does neither after a 5xx response to a GET, a reset connection,
     an interrupted HEAD or a file of the wrong size (an OSError without errno).
@@ -499,7 +501,7 @@ def _without_addresses(record: logging.LogRecord) -> bool:
 
 
 def _progress_bar(count: Callable[[], None]) -> type[tqdm]:
-    """Create a progress bar for huggingface_hub that draws nothing and calls ``count`` once per megabyte.
+    """Create a progress bar for huggingface_hub that shows nothing and calls ``count`` once per megabyte.
 
     hf_xet has two bars, for the network and the disk; the one that is ahead counts.
     """
@@ -524,8 +526,8 @@ def _progress_bar(count: Callable[[], None]) -> type[tqdm]:
 
 @contextmanager
 def explain_hub_errors(repository: Repository, file: HubFile | None = None) -> Iterator[None]:
-    """Turn failures of the hub, the network or the disk into a ``UserError``, of requesting a repository or fetching a
-    file of it; into ``Unreachable`` if the cache may still have the files."""
+    """Turn failures of the hub, the network or the disk into a UserError, of requesting a repository or fetching a file
+    of it; into Unreachable if the cache may still have the files."""
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
@@ -539,7 +541,7 @@ def explain_hub_errors(repository: Repository, file: HubFile | None = None) -> I
 
 
 def _class_names(error: BaseException) -> set[str]:
-    """The names of an error's class and its bases."""
+    """Return the names of an error's class and its bases."""
     # huggingface_hub raises its HTTP client's errors but exports only their base class (errors.HTTPError). Comparing
     # subclasses (TimeoutException, ProxyError) by name avoids importing the client.
     return {kind.__name__ for kind in type(error).__mro__}
@@ -573,7 +575,7 @@ def _explain(error: BaseException, repository: Repository, file: HubFile | None)
             f"{name} is not in the local cache, and {what}. Check the network and HTTPS_PROXY, try again, or "
             f"{LOCAL_FOLDER}"
         )
-    if kind := reason_full(error):
+    if kind := describe_full_disk(error):
         return DiskFull(
             f"{name}: the disk of {cache} {kind}; complete files are kept. "
             "Free space, or set HF_HOME to a larger disk, and start again"
@@ -592,7 +594,7 @@ def _explain_answer(error: BaseException, repository: Repository, file: HubFile 
     assert isinstance(error, HfHubHTTPError)
     name, folder = repository.name, "datasets/" if repository.kind == "dataset" else ""
     page = f"huggingface.co/{folder}{name}"
-    status, login = error.response.status_code, f"log in with `{log_in()}` or set HF_TOKEN"
+    status, login = error.response.status_code, f"log in with `{login_command()}` or set HF_TOKEN"
     if isinstance(error, GatedRepoError) and status == 403:
         return Unreachable(
             f"{name} is gated, and your token's account has not accepted its licence (403). "

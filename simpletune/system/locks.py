@@ -23,8 +23,8 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # on
 def exclusive(folder: Path, remedy: str = "or give this run another name: name=...") -> Iterator[None]:
     """Lock a folder exclusively within this context, with the file ``.NAME.lock`` next to it.
 
-    The folder need not exist and may be renamed meanwhile. If another process holds the lock, the error ends with
-    "Wait for its end or stop it" and the remedy.
+    The folder need not exist and may be renamed meanwhile. Raises UserError if another process holds the lock; its
+    message ends with "Wait for its end or stop it" and the remedy.
     """
     file = _lock_beside(folder)
     try:
@@ -76,7 +76,7 @@ def wait_for_lock(file: Path, waiting: str) -> Iterator[None]:
 
 
 def lock_of(folder: Path) -> Path:
-    """The lock file of a cache folder ``CACHE/KIND/KEY``."""
+    """Return the lock file of a cache folder ``CACHE/KIND/KEY``."""
     return folder.parent.parent / ".locks" / f"{folder.parent.name}-{folder.name}.lock"
 
 
@@ -107,7 +107,7 @@ class Ranges:
             os.close(self._handle)
 
     @contextmanager
-    def held(self, first: int, last: int, wait: bool = False) -> Iterator[bool]:
+    def hold(self, first: int, last: int, wait: bool = False) -> Iterator[bool]:
         """Lock the keys from ``first`` (at least 0) to ``last`` (below 2 ** 62), both included, within this context.
 
         Yields whether they are locked: always, if it may wait for processes that hold a part of the range.
@@ -132,10 +132,8 @@ class Ranges:
 
 
 def _acquire(file: Path, waiting: str | None = None) -> FileLock:
-    """Acquire a lock; if the file system does not support locks, warn once and return the lock unacquired.
-
-    Without a line to print before waiting, ``Timeout`` says that another process holds it, for longer than ``LOOK``.
-    """
+    """Acquire a lock; if the file system does not support locks, warn once and return the lock unacquired. Without a
+    line to print before waiting, raises Timeout if another process holds it for longer than ``LOOK``."""
     # filelock's fallback on ENOSYS, a soft lock, would outlive a killed process.
     lock = FileLock(file, thread_local=False, fallback_to_soft=False)
     try:

@@ -25,11 +25,7 @@ HALF = ".fp16"
 
 def weight_files(folder: Path) -> list[Path]:
     """List the safetensors files of a model folder: one file, in half precision if there is no other, or the shards
-    that an index names.
-
-    Raises:
-        UserError: the folder has no weights, or a shard is missing.
-    """
+    that an index names. Raises UserError if the folder has no weights, or a shard is missing."""
     for name in NAMES:
         index, single = folder / f"{name}.safetensors.index.json", folder / f"{name}.safetensors"
         if index.exists():
@@ -53,7 +49,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def variant_of(folder: Path) -> str | None:
-    """What diffusers and transformers call what ``weight_files`` lists: ``fp16``, or None for the usual files."""
+    """Return diffusers' name for what ``weight_files`` lists: ``fp16``, or None for the usual files."""
     return HALF.removeprefix(".") if weight_files(folder)[0].stem.endswith(HALF) else None
 
 
@@ -87,7 +83,7 @@ def fingerprint(folder: Path, sums: Path | None = None) -> str:
 
 
 def files_hash(folder: Path) -> str:
-    """A short hash of all files in a folder of small ones, such as a tokenizer's."""
+    """Compute a short hash of all files in a folder of small ones, such as a tokenizer's."""
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.is_file():

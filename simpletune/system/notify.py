@@ -61,7 +61,7 @@ class Receiver:
         return f"{self.service} ({self.host})"
 
     def post(self, message: Message) -> str:
-        """Post a message; returns why that failed, in a line without the URL, or an empty text."""
+        """Post a message; return why that failed, in a line without the URL, or an empty text."""
         from urllib.error import HTTPError, URLError
         from urllib.request import HTTPRedirectHandler, build_opener
 
@@ -83,7 +83,7 @@ class Receiver:
         return f"{self} did not take a message ({why})"
 
     def request(self, message: Message) -> Request:
-        """The request that the service expects."""
+        """Return the request that the service expects."""
         from urllib.request import Request
 
         parts = urlsplit(self.url)
@@ -115,19 +115,21 @@ class Receiver:
 
 
 def _multipart(edge: str, payload: bytes, image: bytes) -> bytes:
-    """Discord's form of a message with a file."""
+    """Build Discord's form of a message with a file."""
     part = f"--{edge}\r\nContent-Disposition: form-data; name="
     return b"".join(
         [
-            f'{part}"payload_json"\r\nContent-Type: application/json\r\n\r\n'.encode(), payload,
-            f'\r\n{part}"files[0]"; filename="samples.jpg"\r\nContent-Type: image/jpeg\r\n\r\n'.encode(), image,
+            f'{part}"payload_json"\r\nContent-Type: application/json\r\n\r\n'.encode(),
+            payload,
+            f'\r\n{part}"files[0]"; filename="samples.jpg"\r\nContent-Type: image/jpeg\r\n\r\n'.encode(),
+            image,
             f"\r\n--{edge}--\r\n".encode(),
         ]
-    )  # fmt: skip
+    )
 
 
 def find_receiver(environment: Mapping[str, str] = os.environ) -> Receiver | None:
-    """Return where messages go; None if the variable is not set, a UserError if it is no URL."""
+    """Return where messages go; None if the variable is not set. Raises UserError if it is no URL."""
     url = environment.get(VARIABLE, "").strip()
     if not url:
         return None
@@ -166,13 +168,16 @@ class Sender:
     """
 
     def __init__(self, receiver: Receiver, warn: Callable[[str], None]):
-        self.receiver, self._warn, self._warned, self._answered = receiver, warn, False, False
+        self.receiver = receiver
+        self._warn = warn
+        self._warned = False
+        self._answered = False
         self._messages: queue.Queue[Message | None] = queue.Queue(PENDING)
         self._thread = threading.Thread(target=self._work, name="notify", daemon=True)
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Send a message soon; drops it if others wait already."""
+        """Send a message soon; drop it if others wait already."""
         try:
             self._messages.put_nowait(message)
         except queue.Full:
@@ -209,7 +214,7 @@ def post_now(receiver: Receiver, message: Message) -> None:
 
 
 def as_jpeg(image: Image) -> bytes:
-    """A picture small enough for every service."""
+    """Encode an image as a JPEG small enough for every service."""
     small, file = image.convert("RGB"), io.BytesIO()
     small.thumbnail((SIDE, SIDE))
     small.save(file, "JPEG", quality=QUALITY)

@@ -30,23 +30,23 @@ Json = dict[str, Any]
 
 class Option(BaseModel):
     """Base of all options: frozen and strict, without unknown fields, NaN or infinity. The string below a field
-    documents it (``documented``)."""
+    documents it (``documented_fields``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Pydantic's JSON schema, with the fields' documentation."""
+        """Return pydantic's JSON schema, with the fields' documentation."""
         found = handler(schema)
         properties = handler.resolve_ref_schema(found).get("properties", {})
-        for name, field in documented(cls).items():
+        for name, field in documented_fields(cls).items():
             if field.description is not None:
                 properties[field.alias or name].setdefault("description", field.description)
         return found
 
 
 @functools.cache
-def documented(option: type[Option]) -> dict[str, FieldInfo]:
+def documented_fields(option: type[Option]) -> dict[str, FieldInfo]:
     """Return an option's fields, with their documentation as ``description``.
 
     Pydantic's own ``use_attribute_docstrings`` reads every class's source whenever it is imported, which is a third of
@@ -80,7 +80,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """Report a mistake that the user can fix: what is wrong, the rule, and the remedy; printed without a traceback.
+    """A mistake that the user can fix: what is wrong, the rule, and the remedy; printed without a traceback.
 
     ``code`` is the exit code of the command line (2 for configuration and input).
     """
@@ -91,7 +91,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """Report all problems of a configuration at once."""
+    """All problems of a configuration at once."""
 
     def __init__(self, problems: list[Problem], source: str = "configuration"):
         self.problems = problems

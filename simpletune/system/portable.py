@@ -39,11 +39,11 @@ if sys.platform == "win32":
     SHIFT = 32  # msvcrt takes positions below 2 ** 31: keys below 2 ** 62 that differ in the last bits share a lock
 
     def lock_file(handle: int, shared: bool = False) -> None:
-        """Lock an open file, at the byte at which filelock does; BlockingIOError: another handle has locked it."""
+        """Lock an open file, which no other handle may have locked. Raises BlockingIOError if one has."""
         _locking(handle, 0, 1)
 
     def lock_range(handle: int, first: int, last: int, wait: bool) -> None:
-        """Lock bytes of an open file; BlockingIOError: another handle has locked some, and it may not wait."""
+        """Lock bytes of an open file. Raises BlockingIOError if another handle has locked some, and it may not wait."""
         while True:
             try:
                 return _locking(handle, first >> SHIFT, (last >> SHIFT) - (first >> SHIFT) + 1)
@@ -70,7 +70,7 @@ if sys.platform == "win32":
             _flush(path, os.O_RDWR)
 
     def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-        """Rename over what is there; waits for a scanner or an indexer that has a new file open for a moment."""
+        """Rename over what is there."""
         for pause in PAUSES:
             try:
                 return os.replace(source, target)
@@ -97,7 +97,7 @@ if sys.platform == "win32":
         return kind(-1, count)
 
     def memory_file(name: str) -> int:
-        """Open a new file in memory that other processes can open; an OSError if the system has none."""
+        """Open a new file in memory that other processes can open. Raises OSError if the system has none."""
         raise OSError("Windows has no such files")
 
     def end_after(seconds: int) -> None:
@@ -116,11 +116,11 @@ else:
     join_words = shlex.join
 
     def lock_file(handle: int, shared: bool = False) -> None:
-        """Lock an open file (flock); BlockingIOError: another handle has locked it."""
+        """Lock an open file, which no other handle may have locked. Raises BlockingIOError if one has."""
         fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
     def lock_range(handle: int, first: int, last: int, wait: bool) -> None:
-        """Lock bytes of an open file; BlockingIOError: another handle has locked some, and it may not wait."""
+        """Lock bytes of an open file. Raises BlockingIOError if another handle has locked some, and it may not wait."""
         _change_range(handle, fcntl.F_WRLCK, first, last, wait)
 
     def unlock_range(handle: int, first: int, last: int) -> None:
@@ -163,7 +163,7 @@ else:
         return pages
 
     def memory_file(name: str) -> int:
-        """Open a new file in memory (memfd_create(2)) that other processes can open; an OSError if there are none."""
+        """Open a new file in memory that other processes can open. Raises OSError if the system has none."""
         return os.memfd_create(name)
 
     def end_after(seconds: int) -> None:

@@ -54,7 +54,7 @@ def card_prices(file: Path | None = None, configured: str | None = None) -> Pric
 
 
 def card_price(card: Card, configured: str | None = None, file: Path | None = None) -> Price | None:
-    """Return the price of a card as ``of_cards`` has it; None if unknown.
+    """Return the price of a card as ``card_prices`` has it; None if unknown.
 
     For a card by the driver's name, the nearest card of the table by memory counts.
     """
@@ -66,11 +66,8 @@ def card_price(card: Card, configured: str | None = None, file: Path | None = No
 
 
 def read_prices(file: Path, option: str = "--prices") -> Prices:
-    """Read a file of prices, which messages call by the option that names it.
-
-    Raises:
-        UserError: it cannot be read, or a price lacks its date or source.
-    """
+    """Read a file of prices, which messages call by the option that names it. Raises UserError if it cannot be read, or
+    a price lacks its date or source."""
     try:
         return TypeAdapter(Prices).validate_python(parse(file.read_bytes()))
     except (OSError, JsonError) as error:
@@ -84,6 +81,5 @@ def read_prices(file: Path, option: str = "--prices") -> Prices:
 
 
 def cost_of_image(seconds: float, per_hour: float) -> float:
-    """Compute the cost of a picture that takes so many seconds, a batch's divided by its number of pictures, in the
-    currency of the machine's price."""
+    """Compute what an image costs that takes so many seconds, in the currency of the price."""
     return seconds * per_hour / 3600

@@ -23,7 +23,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or its type if it has none."""
+    """Return the first line of an exception's text, or its type if it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 

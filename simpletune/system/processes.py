@@ -16,28 +16,28 @@ AGAIN = "Start all processes again with --resume auto, as torchrun does with --m
 
 
 def is_first_process() -> bool:
-    """Whether this process prints and writes for all; true for a single process."""
+    """Return whether this process prints and writes for all; true for a single process."""
     # For code without an Accelerator; agrees with its is_main_process, because launchers set RANK.
     return process_number() == 0
 
 
 def process_number() -> int:
-    """This process's rank among those that train together; 0 if it trains alone."""
-    return _number("RANK", 0) if processes() > 1 else 0
+    """Return this process's rank among those that train together; 0 if it trains alone."""
+    return _number("RANK", 0) if process_count() > 1 else 0
 
 
-def processes() -> int:
-    """How many processes train together, as set by the launcher."""
+def process_count() -> int:
+    """Return how many processes train together, as set by the launcher."""
     return _number("WORLD_SIZE", 1)
 
 
-def processes_here() -> int:
-    """How many of them run on this machine, as set by the launcher; 1 if it is not set."""
-    return _number("LOCAL_WORLD_SIZE", 1) if processes() > 1 else 1
+def local_process_count() -> int:
+    """Return how many of them run on this machine, as set by the launcher; 1 if it is not set."""
+    return _number("LOCAL_WORLD_SIZE", 1) if process_count() > 1 else 1
 
 
 def _number(name: str, default: int) -> int:
-    """Read a whole number from a variable of the launcher; a ``UserError`` if it is none."""
+    """Read a whole number from a variable of the launcher. Raises UserError if it is none."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default
@@ -47,17 +47,17 @@ def _number(name: str, default: int) -> int:
 
 
 def meeting_place() -> tuple[str, int]:
-    """The address and port at which the processes meet."""
+    """Return the address and port at which the processes meet."""
     return os.environ.get("MASTER_ADDR") or "127.0.0.1", _number("MASTER_PORT", 29500)
 
 
 def require_launch() -> None:
     """Check what a launcher sets, which may be left over from another program in a pod, a shell or a cluster's job.
 
-    A process that trains alone loses the variables by which accelerate would wait for others. A ``UserError`` names
-    the variable that is missing or wrong.
+    A process that trains alone loses the variables by which accelerate would wait for others. Raises UserError, which
+    names the variable, if one is missing or wrong.
     """
-    together = processes()
+    together = process_count()
     if together == 0:
         raise UserError("WORLD_SIZE=0 asks for no process. Unset it to train in one process, or start with torchrun")
     for name in OF_MPI:
@@ -84,15 +84,13 @@ def require_launch() -> None:
 
 
 def end_with_launcher(every: float = 1.0) -> None:
-    """End this process soon after torchrun is gone, from now on; has no effect for one that torchrun did not start.
-
-    torchrun ends its processes when it is stopped, but not when it is killed; then they would wait for each other for
-    half an hour, and hold the run's lock. Heartbeats say so only once the processes have met.
-    """
+    """End this process soon after torchrun is gone, from now on; do nothing in one that torchrun did not start."""
+    # torchrun ends its processes when it is stopped, but not when it is killed; then they would wait for each other for
+    # half an hour, and hold the run's lock. Heartbeats say so only once the processes have met.
     # Not PR_SET_PDEATHSIG: it also kills when the launcher's thread ends that started this process. Not where a shell
     # has started the processes by hand: they outlive it. Where torchrun is process 1 of a container, it is the parent
     # from the start, and the container ends with it.
-    if processes() > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+    if process_count() > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_end_with, args=(os.getppid(), every), name="launcher", daemon=True).start()
 
 
@@ -100,14 +98,14 @@ def _end_with(parent: int, every: float) -> None:
     # torchrun may be gone before this process sees its parent; but it has served a store since before the start.
     starts, refused = True, 0
     while os.getppid() == parent and refused < 3:
-        starts = starts and _refused()
+        starts = starts and _is_refused()
         refused += starts
         time.sleep(every)
-    end_lost(process_number(), processes(), f"the launcher (process {parent}) is gone")
+    end_lost(process_number(), process_count(), f"the launcher (process {parent}) is gone")
 
 
-def _refused() -> bool:
-    """Whether nothing listens where torchrun serves a store."""
+def _is_refused() -> bool:
+    """Return whether nothing listens where torchrun serves a store."""
     try:
         socket.create_connection(meeting_place(), 2.0).close()
     except ConnectionRefusedError:
@@ -120,19 +118,19 @@ def _refused() -> bool:
 def end_lost(number: int, of: int, why: str) -> None:
     """End this process at once. Files are whole: all are written under temporary names and renamed."""
     with suppress(OSError):
-        os.write(2, f"\nerror: process {number} of {of}: {why_it_ends(why)}\n".encode())
+        os.write(2, f"\nerror: process {number} of {of}: {ending_reason(why)}\n".encode())
     os._exit(LOST)
 
 
-def why_it_ends(why: str) -> str:
-    """The error message of a process that ends because of another process."""
+def ending_reason(why: str) -> str:
+    """Return the error message of a process that ends because of another process."""
     return f"{why}. This process ends, too; everything saved is intact. {AGAIN}"
 
 
 class WorkDone:
     """What this process has done, so that others can tell a long task from a hang."""
 
-    count = 0  # pieces of work: pictures, prompts, denoising steps, training steps
+    count = 0  # pieces of work: images, prompts, denoising steps, training steps
     trains = False  # a training step was finished
 
 

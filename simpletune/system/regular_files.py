@@ -12,14 +12,14 @@ from simpletune.system.portable import NONBLOCK
 
 
 class NotRegular(OSError):
-    """Report a pipe, a device or a folder in place of a file."""
+    """The error of a pipe, a device or a folder in place of a file."""
 
     def __init__(self, file: str | Path):
         super().__init__(errno.EINVAL, "is not a regular file", str(file))
 
 
 class TooLarge(OSError):
-    """Report a file of more bytes than are read; ``size`` is None if it said less than it has."""
+    """The error of a file of more bytes than are read; ``size`` is None if it said less than it has."""
 
     def __init__(self, file: str | Path, size: int | None, most: int):
         super().__init__(errno.EFBIG, "is too large", str(file))
@@ -27,13 +27,8 @@ class TooLarge(OSError):
 
 
 def open_regular(file: str | Path) -> BinaryIO:
-    """Open a file to read; never waits for a pipe's writer.
-
-    Raises:
-        NotRegular: it is something else.
-        OSError: it cannot be opened.
-        ValueError: no file can have this name.
-    """
+    """Open a file to read; never wait for a pipe's writer. Raises NotRegular for a pipe or a device, OSError, or
+    ValueError if no file can have this name."""
     stream = open(file, "rb", opener=lambda path, flags: os.open(path, flags | NONBLOCK))
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
@@ -42,7 +37,7 @@ def open_regular(file: str | Path) -> BinaryIO:
 
 
 def read_regular(file: str | Path, most: int) -> bytes:
-    """Read a file of at most ``most`` bytes; raises what ``open_regular`` raises, and ``TooLarge``."""
+    """Read a file of at most ``most`` bytes. Raises what ``open_regular`` raises, and TooLarge."""
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > most:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import UserError, join_names
 from simpletune.system.regular_files import open_regular
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ TYPES = {
 
 
 def fp8_value(byte: int, kind: str) -> float:
-    """The value of a number in F8_E4M3 or F8_E5M2 (arXiv:2209.05433, table 1); NaN and infinities included."""
+    """Return the value of a number in F8_E4M3 or F8_E5M2 (arXiv:2209.05433, table 1); NaN and infinities included."""
     if kind == "F8_E5M2":  # the upper byte of a half
         return float(struct.unpack("<e", bytes((0, byte)))[0])
     exponent, mantissa = byte >> 3 & 15, byte & 7
@@ -76,15 +76,15 @@ CONVERT = (
 """Rewrites a pickle's tensors; ``weights_only`` refuses a pickle that would run code."""
 
 
-def conversion(file: Path) -> str:
-    """The command that rewrites a pickle's tensors as safetensors and runs no code of the file."""
+def conversion_command(file: Path) -> str:
+    """Return the command that rewrites a pickle's tensors as safetensors and runs no code of the file."""
     out = file.with_suffix(".safetensors")
     out = file.with_name(f"{file.stem}-converted.safetensors") if out == file else out
-    return to_paste("python", "-c", CONVERT, file, out)
+    return quote_command("python", "-c", CONVERT, file, out)
 
 
 def require_safetensors(file: Path) -> None:
-    """Refuse missing files and files in other formats, above all pickles; a ``UserError`` names the format."""
+    """Refuse missing files and files in other formats, above all pickles. Raises UserError, which names the format."""
     if not file.is_file():
         missing = "is not a regular file" if file.exists() else "does not exist"
         raise UserError(f"{file} {missing}. Give a .safetensors file")
@@ -99,7 +99,7 @@ def require_safetensors(file: Path) -> None:
     if file.suffix in PICKLES or pickled:
         raise UserError(
             f"{file} is a pickle file ({file.suffix or 'by its first bytes'}), which is never opened because loading "
-            f"one can run arbitrary code. Get the .safetensors version, or convert it: {conversion(file)}"
+            f"one can run arbitrary code. Get the .safetensors version, or convert it: {conversion_command(file)}"
         )
     if start[:4] == b"GGUF":
         raise UserError(f"{file} is a GGUF file, which is not supported. Get the .safetensors version")
@@ -107,10 +107,7 @@ def require_safetensors(file: Path) -> None:
 
 def read_header(file: Path, most: int | None = None) -> dict[str, Any]:
     """Read a safetensors header: types, shapes and offsets by name, and ``__metadata__``; of at most ``most`` tensors.
-
-    Raises:
-        UserError: the file is not a safetensors file, is damaged or is truncated.
-    """
+    Raises UserError if the file is not a safetensors file, is damaged or is truncated."""
     try:
         with open_regular(file) as handle:
             length = int.from_bytes(handle.read(8), "little")
@@ -154,7 +151,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class WeightReader:
-    """Read single tensors from memory-mapped files, which loads only the requested ones.
+    """A reader of single tensors from memory-mapped files, which loads only the requested ones.
 
     Args:
         files: safetensors files, and indices (``.shards.json``) of files that each hold some rows of every tensor.
@@ -180,7 +177,7 @@ class WeightReader:
     def get(self, name: str) -> Tensor:
         """Load one tensor to the CPU, in its type on disk."""
         parts: list[Tensor] = [handle.get_tensor(name) for handle in self._owners[name]]
-        return _joined(parts)
+        return _join(parts)
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Load the rows ``first`` to ``last - 1`` of one tensor to the CPU."""
@@ -191,14 +188,14 @@ class WeightReader:
             if first < count and last > 0:
                 parts.append(part[max(first, 0) : min(last, count)])
             first, last = first - count, last - count
-        return _joined(parts)
+        return _join(parts)
 
     def get_all(self) -> dict[str, Tensor]:
         """Load all tensors to the CPU."""
         return {name: self.get(name) for name in sorted(self._owners)}
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _join(parts: list[Tensor]) -> Tensor:
     import torch
 
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -285,11 +282,8 @@ class SafetensorsWriter:
         self._head = len(text).to_bytes(8, "little") + text
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, cast to its entry's type; in any order, each one once.
-
-        Raises:
-            ValueError: the shape differs from the entry's, or the tensor was already written.
-        """
+        """Write one tensor, cast to its entry's type; in any order, each one once. Raises ValueError if the shape
+        differs from the entry's, or the tensor was already written."""
         import torch
 
         entry = self._entries[name]

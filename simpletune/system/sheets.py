@@ -13,8 +13,7 @@ Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 
 
 def grid(rows: Sequence[tuple[str, Sequence[Image.Image | None]]], columns: Sequence[str]) -> Image.Image:
-    """Arrange pictures in a grid with titles above the columns and a caption below each row; None leaves a cell
-    empty."""
+    """Arrange images in a grid with titles above the columns and a caption below each row; None leaves a cell empty."""
     cell = max([160, *(image.width for _, images in rows for image in images if image is not None)])
     font, line, gap = ImageFont.load_default(size=13), 20, 8
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from simpletune.system.devices import under_wsl
+from simpletune.system.devices import is_under_wsl
 from simpletune.system.options import UserError
 from simpletune.system.portable import join_words
 
@@ -17,7 +17,7 @@ SHARE = re.compile(r"\\\\wsl(?:\$|\.localhost)\\[^\\]+(\\.*)?", re.DOTALL)  # a 
 SWALLOWED = re.compile(r"[A-Za-z]:[A-Za-z]\w*")  # what an unquoted path of Windows is after the shell
 
 
-def to_paste(program: str, *words: object) -> str:
+def quote_command(program: str, *words: object) -> str:
     """Quote a command, with the path of its program beside this Python where PATH does not lead to it: a checkout's
     ``.venv/bin/simpletune``."""
     found, beside = shutil.which(program), shutil.which(program, path=str(Path(sys.executable).parent))
@@ -27,23 +27,20 @@ def to_paste(program: str, *words: object) -> str:
     return join_words([program, *map(str, words)])
 
 
-def install(*words: object) -> str:
-    """The command that installs packages into this Python's environment, wherever it is."""
-    return to_paste("python", "-m", "pip", "install", *words)
+def install_command(*words: object) -> str:
+    """Return the command that installs packages into this Python's environment, wherever it is."""
+    return quote_command("python", "-m", "pip", "install", *words)
 
 
-def log_in() -> str:
-    """The command that stores a token of the Hugging Face hub."""
-    return to_paste("hf", "auth", "login")
+def login_command() -> str:
+    """Return the command that stores a token of the Hugging Face hub."""
+    return quote_command("hf", "auth", "login")
 
 
 def typed_path(text: str) -> str:
-    """A path as a user types or pastes it: without quotes around it, with ``~`` expanded, and under WSL with a drive of
-    Windows where Linux has it (``C:\\Users`` is ``/mnt/c/Users``).
-
-    Raises:
-        UserError: it is a path of Windows, which this machine does not have.
-    """
+    r"""Read a path as a user types or pastes it: without quotes around it, with ``~`` expanded, and under WSL with a
+    drive of Windows where Linux has it (``C:\Users`` is ``/mnt/c/Users``). Raises UserError for a path of Windows,
+    which this machine does not have."""
     path = text.strip() if text.strip()[:1] in ("'", '"') else text
     if len(path) > 1 and path[0] == path[-1] and path[0] in "'\"":
         path = path[1:-1]
@@ -56,9 +53,9 @@ def typed_path(text: str) -> str:
     drive, share = DRIVE.fullmatch(path), SHARE.fullmatch(path)
     if drive is None and share is None and not path.startswith("\\\\"):
         return path
-    if under_wsl() and share is not None:
+    if is_under_wsl() and share is not None:
         return (share[1] or "/").replace("\\", "/")
-    if under_wsl() and drive is not None:
+    if is_under_wsl() and drive is not None:
         return f"/mnt/{drive[1].lower()}/{drive[2]}".replace("\\", "/")
     raise UserError(
         f"{path} is a path of Windows, which this machine cannot open. Copy what it names to this machine, and give "

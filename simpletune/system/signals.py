@@ -53,8 +53,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def listening() -> Iterator[None]:
-    """Make SIGTERM and Ctrl-C raise ``Stopped`` within this context; has no effect outside the main thread."""
+def handle_signals() -> Iterator[None]:
+    """Make SIGTERM and Ctrl-C raise ``Stopped`` within this context; do nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -69,7 +69,7 @@ def listening() -> Iterator[None]:
 
 
 @contextmanager
-def deferred_signals(processes: int) -> Iterator[None]:
+def defer_signals(processes: int) -> Iterator[None]:
     """Defer signals within this context until the loop checks for them. A single process may also stop in ``poll``;
     several that train together must stop at the same step."""
     Signals.deferred, Signals.may_stop_in_poll = True, processes == 1

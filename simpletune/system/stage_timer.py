@@ -34,7 +34,7 @@ class Stage:
 
 @dataclass
 class StageTimer:
-    """Time the stages of a run."""
+    """The times and peaks of the stages of a run."""
 
     cuda: bool
     by_name: dict[str, Stage] = field(default_factory=dict)

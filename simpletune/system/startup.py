@@ -24,7 +24,7 @@ def import_libraries() -> None:
     own quantisers and its optimizers import it on demand. If one of these libraries was imported before, nothing is
     hidden, and the start takes a second longer.
     """
-    with without_collection(), _bitsandbytes_hidden():
+    with pause_collection(), _hide_bitsandbytes():
         import accelerate  # noqa: F401
         import peft  # noqa: F401
         from diffusers import SD3Transformer2DModel  # noqa: F401  # autoencoders are imported on demand
@@ -55,8 +55,8 @@ def freeze() -> None:
 
 
 @contextmanager
-def _bitsandbytes_hidden() -> Iterator[None]:
-    """Importing or finding bitsandbytes fails within this context, unless a library may have found it already."""
+def _hide_bitsandbytes() -> Iterator[None]:
+    """Make importing or finding bitsandbytes fail within this context, unless a library may have found it already."""
     if any(name in sys.modules for name in (BITSANDBYTES, *REMEMBER_IT)):
         yield  # diffusers would import what it has found, and fail
         return
@@ -68,7 +68,7 @@ def _bitsandbytes_hidden() -> Iterator[None]:
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Disable garbage collection within this context, because its timing is random and affects peak memory."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -18,7 +18,7 @@ JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict
 
 
 class JsonError(ValueError):
-    """Report text that is not strict JSON; line and column of a syntax error count from 1, and are 0 if unknown."""
+    """The error of text that is not strict JSON; line and column count from 1, and are 0 if unknown."""
 
     def __init__(self, message: str, line: int = 0, column: int = 0):
         super().__init__(message)
@@ -26,12 +26,9 @@ class JsonError(ValueError):
 
 
 def parse(text: str | bytes, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> JsonValue:
-    """Parse strict JSON: a text, or UTF-8 bytes.
-
-    Raises:
-        JsonError: a syntax error, bytes that are not UTF-8, a duplicate key, NaN, Infinity or a number beyond 64 bits,
-            more than ``MAX_DEPTH`` levels, or too many bytes or values.
-    """
+    """Parse strict JSON: a text, or UTF-8 bytes. Raises JsonError for a syntax error, bytes that are not UTF-8, a
+    duplicate key, NaN, Infinity or a number beyond 64 bits, more than ``MAX_DEPTH`` levels, or too many bytes or
+    values."""
     too_deep = f"it is nested too deeply. Use at most {MAX_DEPTH} levels"
     if len(text) > max_bytes:
         raise JsonError(_too_long(len(text), max_bytes))
@@ -53,12 +50,8 @@ def parse(text: str | bytes, max_bytes: int = MAX_BYTES, max_values: int = MAX_V
 
 
 def read(file: Path, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> JsonValue:
-    """Parse a file of strict JSON, ignoring a byte order mark; refuse pipes and devices, which may never end.
-
-    Raises:
-        OSError: the file cannot be read.
-        JsonError: as ``parse`` raises it, or the file is not a regular file.
-    """
+    """Parse a file of strict JSON, ignoring a byte order mark; refuse pipes and devices, which may never end. Raises
+    OSError if the file cannot be read, and JsonError as ``parse`` does or if it is not a regular file."""
     try:
         content = read_regular(file, max_bytes)
     except NotRegular:

@@ -9,7 +9,7 @@ from simpletune.system.options import UserError
 from simpletune.system.portable import cores_of_process
 
 PARAMETERS_PER_THREAD = 50_000_000
-"""Parameters of the transformer per thread. With fewer, two threads are slower than one even on an idle machine,
+"""Parameters of the denoiser per thread. With fewer, two threads are slower than one even on an idle machine,
 because a step consists of many short operations and threads synchronise after each. Measured on two cores with 7 to
 445 million parameters and 256 image tokens: two threads take 1.20 to 1.11 of one thread's time up to 55 million, 0.74
 at 112 and 0.64 at 445 million."""
@@ -37,8 +37,8 @@ def prepare_threads() -> None:
 
 
 def asked_threads() -> int:
-    """The number of threads that OMP_NUM_THREADS asks for: a number, or one for each level of nesting, as OpenMP has it
-    (torch uses the first). A ``UserError`` if it is none."""
+    """Return the number of threads that OMP_NUM_THREADS asks for: a number, or one for each level of nesting, as OpenMP
+    has it (torch uses the first). Raises UserError if it is none."""
     text = os.environ[ASKED]
     first, *deeper = [each.strip() for each in text.split(",")]
     if not all(each.isascii() and each.isdigit() and int(each) > 0 for each in (first, *deeper)):
@@ -51,7 +51,7 @@ def choose_threads(option: int | str, parameters: int, on_cpu: bool, kept: int |
 
     Args:
         option: ``speed.threads``.
-        parameters: of the transformer.
+        parameters: of the denoiser.
         on_cpu: the CPU is the device; with a GPU, all cores may help.
         kept: number at the run's first start; a resumed run keeps it, because another number changes rounding.
     """

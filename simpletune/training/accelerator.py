@@ -19,7 +19,7 @@ from simpletune.system.console import say
 from simpletune.system.devices import choose_device, use_deterministic
 from simpletune.system.environment import settle_variables
 from simpletune.system.options import UserError
-from simpletune.system.processes import processes, require_launch
+from simpletune.system.processes import process_count, require_launch
 from simpletune.system.threads import ASKED, asked_threads
 from simpletune.training.heartbeats import MEETING, wait_for_others
 
@@ -40,7 +40,7 @@ def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
         AcceleratorState._reset_state(reset_partial_state=True)
     for line in settle_variables(device.type, config.speed.compile):
         say(f"warning {line}")
-    if processes() > 1 and ASKED in os.environ:
+    if process_count() > 1 and ASKED in os.environ:
         os.environ[ASKED] = str(asked_threads())  # accelerate reads one number
     wait_for_others()
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # the last block's add_q_proj gets no gradient

@@ -7,7 +7,7 @@ from pathlib import Path
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.engine.fsdp.checkpoints import NonFinite
-from simpletune.engine.fsdp.fsdp_model import held_parameters
+from simpletune.engine.fsdp.fsdp_model import local_parameters
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.remote.checkpoint_store import CheckpointStore
@@ -42,7 +42,7 @@ class Checkpointer:
             UserError: a trained parameter is not finite.
         """
         with self.stages.stage("save"):
-            require_finite(held_parameters(self.core.denoiser), self.folder, step)
+            require_finite(local_parameters(self.core.denoiser), self.folder, step)
             try:
                 checkpoint.save_checkpoint(self.folder, self._state(step))
             except NonFinite as error:  # found by a process in its own part of the weights

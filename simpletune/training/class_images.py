@@ -30,7 +30,7 @@ from simpletune.stages.sample import ImageRequest, Sampler, generate_images
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_file, remove_stale, write_text
-from simpletune.system.console import progress, say, silent
+from simpletune.system.console import progress, say, silence
 from simpletune.system.locks import Ranges, lock_of
 from simpletune.system.options import plural
 from simpletune.system.stage_timer import StageTimer
@@ -189,7 +189,7 @@ def generate_missing(
 
 def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> Sampler:
     """Load the base to draw pictures of these sizes, with training's memory levers."""
-    with silent():
+    with silence():
         config = settle_modulation(config, on_host=device.type == "cpu")
     if config.memory.checkpointing == "auto":  # there is no backward pass
         config = config.model_copy(update={"memory": config.memory.model_copy(update={"checkpointing": "none"})})

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.compile import failure as compiling_failed
+from simpletune.engine.compile import compiler_error as compiling_failed
 from simpletune.engine.tensors import plain_tensors, trained_parameters
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
 from simpletune.runs.summary import print_stopped

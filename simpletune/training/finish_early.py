@@ -28,7 +28,7 @@ from simpletune.system.disk import room_for
 from simpletune.system.locks import exclusive
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 from simpletune.training.finish import report_or_warning
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def finish_early(name: str) -> Path:
         if place is not None:
             say(f"  {what:<12} {place}")
     if "status" in summary:
-        say(f"  {'draw with it':<12} {to_paste('simpletune', 'generate', '--run', run)}")
+        say(f"  {'draw with it':<12} {quote_command('simpletune', 'generate', '--run', run)}")
         say("To continue training, run the command that started it with --resume latest")
     return output
 

@@ -30,12 +30,12 @@ from simpletune.system.printable import describe_exception
 from simpletune.system.processes import (
     LOST,
     end_lost,
+    ending_reason,
     meeting_place,
+    process_count,
     process_number,
-    processes,
     progressed,
     require_launch,
-    why_it_ends,
 )
 from simpletune.system.signals import Stopped
 
@@ -163,7 +163,7 @@ torch.distributed.register_rendezvous_handler(SCHEME, _meet)
 def wait_for_others() -> None:
     """Wait until all processes are there, before accelerate does: it waits in torch, for as long as a collective may
     take, where no signal arrives and nothing is said. A ``UserError`` with code ``LOST`` if they cannot meet."""
-    number, of, (address, port) = process_number(), processes(), meeting_place()
+    number, of, (address, port) = process_number(), process_count(), meeting_place()
     if of == 1 or torch.distributed.is_initialized():
         return
     patience, began, told = PATIENCE, time.monotonic(), False
@@ -185,15 +185,15 @@ def wait_for_others() -> None:
             missing = list(range(of)) if store is None else _missing(store, number, of)
         except RuntimeError as error:  # DistStoreError, DistNetworkError
             why = f"process 0 or its launcher is gone ({describe_exception(error)})"
-            raise UserError(why_it_ends(why), code=LOST) from error
+            raise UserError(ending_reason(why), code=LOST) from error
         if not missing:
             return
         if store is None and waited > limit:
             why = f"nothing has answered at {address}:{port} for {waited:.0f} s, so process 0 or its launcher is gone"
-            raise UserError(why_it_ends(why), code=LOST)
+            raise UserError(ending_reason(why), code=LOST)
         if store is not None and waited > patience.absent:
             why = f"{plural(len(missing), 'process has', 'processes have')} not appeared for {waited:.0f} s"
-            raise UserError(why_it_ends(why), code=LOST)
+            raise UserError(ending_reason(why), code=LOST)
         if waited > patience.said and not told:
             told = True
             whom = "process 0" if store is None else plural(len(missing), "other process", "other processes")
@@ -227,7 +227,7 @@ class HeartbeatThread(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="watch", daemon=True)
-        self.number, self.of, self.patience = process_number(), processes(), PATIENCE
+        self.number, self.of, self.patience = process_number(), process_count(), PATIENCE
         self.closed = threading.Event()
         self.store: Store | None = None
         self.beats, self.host = 0, socket.gethostname()
@@ -314,7 +314,7 @@ def watched() -> Iterator[None]:
         UserError: with code ``LOST``, instead of a broken connection's error.
     """
     require_launch()
-    if processes() == 1:
+    if process_count() == 1:
         yield
         return
     watch = HeartbeatThread()
@@ -333,7 +333,7 @@ def watched() -> Iterator[None]:
         watch.close(FAILED, why)
         if threading.current_thread() is threading.main_thread():  # closing the connections may take longer
             end_after(watch.patience.closing)
-        raise UserError(why_it_ends(f"{why} ({describe_exception(error)})"), code=LOST) from error
+        raise UserError(ending_reason(f"{why} ({describe_exception(error)})"), code=LOST) from error
     except BaseException as error:
         watch.close(FAILED, describe_exception(error))
         raise

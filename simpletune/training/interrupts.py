@@ -31,7 +31,7 @@ from simpletune.system.console import say
 from simpletune.system.disk import DiskFull
 from simpletune.system.options import Json, UserError
 from simpletune.system.redact import redact
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 from simpletune.system.signals import SIGNALS, Signals
 from simpletune.training.pending_steps import NOTHING, InterruptFlags
 
@@ -146,7 +146,7 @@ class Interrupts:
     def stop(self, folder: Path, done: int) -> None:
         """Answer all requests, because the run is saved and stops after ``done`` steps."""
         saved = {"file": str(checkpoint_folder(Path(), done))}
-        generate = to_paste("simpletune", "generate", "--run", f"{folder}@{done}")
+        generate = quote_command("simpletune", "generate", "--run", f"{folder}@{done}")
         late = f"the run stops after step {done}. Draw with {generate}"
         for request in list(self._waiting):
             if isinstance(request, StopRequest):
@@ -189,7 +189,7 @@ class Interrupts:
             return
         try:
             self._read()
-            late = f"training has ended. To draw now: {to_paste('simpletune', 'generate', '--run', self.folder)}"
+            late = f"training has ended. To draw now: {quote_command('simpletune', 'generate', '--run', self.folder)}"
             for request in list(self._waiting):
                 self._put(request, self.attempt.last_step, "refused", {"why": late})
         except (OSError, DiskFull, UserError) as full:  # the error that ended the run matters more

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from simpletune.engine.memory.copy_stream import pinned
+from simpletune.engine.memory.copy_stream import copy_to_pinned
 from simpletune.system.processes import progressed
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class PendingStep:
         """Wrap the last step that ``core`` launched, and start copying its figures (``global_figures``, on the device)
         to the host, without waiting."""
         host = torch.empty(figures.shape, dtype=figures.dtype)
-        host = pinned(host) if figures.device.type == "cuda" else host
+        host = copy_to_pinned(host) if figures.device.type == "cuda" else host
         host.copy_(figures, non_blocking=True)  # complete once the next event is reached
         ended = DeviceEvent(figures.device)
         return cls(step, core.lr, began, ended, host, core.losses, core.normed, core.norms, waited)

@@ -212,10 +212,10 @@ def estimate_start(
 ) -> tuple[Estimate, Json | None]:
     """Predict the memory and the time of the run; a ``UserError`` if it does not fit on the device."""
     from simpletune.estimate.run_estimate import estimate_run, estimate_time
-    from simpletune.estimate.simulate.processes import simulated_processes
+    from simpletune.estimate.simulate.processes import simulated_process_count
 
     predicted = estimate_run(config, device, plan.largest(), force)
-    if config.train.uses_fsdp(simulated_processes()):
+    if config.train.uses_fsdp(simulated_process_count()):
         say("time    not predicted: with train.fsdp full it depends on the link between the processes")
         return predicted, None
     return predicted, estimate_time(config, predicted, device, plan)

@@ -10,7 +10,7 @@ from simpletune.config.batches import with_saved_batch
 from simpletune.config.compute import with_saved_compute
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.estimate.simulate.processes import one_of
+from simpletune.estimate.simulate.processes import simulate_one_of
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.figure_sums import FIGURES, require_figures
@@ -23,7 +23,7 @@ from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.locks import exclusive
 from simpletune.system.options import plural
-from simpletune.system.processes import is_first_process, processes
+from simpletune.system.processes import is_first_process, process_count
 from simpletune.training.explain_errors import explained
 from simpletune.training.finish import finish
 from simpletune.training.heartbeats import leave, watched
@@ -54,7 +54,7 @@ def train(
 
     Raises:
         UserError: anything that the user can fix.
-        Stopped: SIGTERM or Ctrl-C arrived within ``system.signals.listening``.
+        Stopped: SIGTERM or Ctrl-C arrived within ``system.signals.handle_signals``.
     """
     folder = run_folder(config)
     attempt = AttemptRecorder(folder, time.perf_counter() if started is None else started)
@@ -62,7 +62,7 @@ def train(
     writing = room_for("writing the run's files", folder)
     with (
         lock, end_notified(config) as end, open_checkpoint_store(config, resume) as store, attempt, watched(), writing,
-        one_of(processes()),
+        simulate_one_of(process_count()),
     ):  # fmt: skip
         if resume == "auto" and is_finished(config):
             end.silent = True

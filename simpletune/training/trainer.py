@@ -30,7 +30,7 @@ from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.options import Json, plural
 from simpletune.system.phases import phase
-from simpletune.system.signals import SIGNALS, Signals, Stopped, deferred_signals, stop_if_requested
+from simpletune.system.signals import SIGNALS, Signals, Stopped, defer_signals, stop_if_requested
 from simpletune.system.stage_timer import StageTimer
 from simpletune.system.startup import freeze
 from simpletune.training.checkpointer import Checkpointer
@@ -122,7 +122,7 @@ class Trainer:
             most = "one step" if processes == 1 else "two steps"  # the others learn of it a step later
             say(f"stops   SIGTERM or Ctrl-C finishes at most {most} and saves; a second one stops at once")
         stop_if_requested()
-        with deferred_signals(processes):
+        with defer_signals(processes):
             traces = self._steps()
             self.metrics.warn_if_idle()
             if self.start < self.steps:
@@ -191,17 +191,17 @@ class Trainer:
         config, save = self.config, self.checkpointer.save
         saves = stops or is_due(config.checkpoint.every, done)
         if saves:
-            with progress.interrupted("save"):
+            with progress.interruption("save"):
                 save(done)
         if stops:
             self.interrupts.stop(self.folder, done)
             return
         try:
             if is_validation_due(config, done) or is_due(config.validation.every, done):
-                with progress.interrupted("validate"):
+                with progress.interruption("validate"):
                     self.validator.after_step(done)
             if self.interrupts.ready:
-                with progress.interrupted("request"):
+                with progress.interruption("request"):
                     generate = partial(answer_generate, self.validator, self.job.predicted)
                     self.interrupts.answer(done, saves, save, generate)
         except Stopped:

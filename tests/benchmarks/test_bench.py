@@ -32,7 +32,7 @@ from benchmarks.table import Results, selected, shown
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.demo import SHIPPED
-from simpletune.estimate.job_estimate import needed
+from simpletune.estimate.job_estimate import needed_bytes
 from simpletune.runs.folder import DRIFT, EVALUATIONS
 from simpletune.system import prices
 from simpletune.system.gpus import Card
@@ -324,7 +324,7 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 
     for room in (800, 4000, 100_000):
         card = Card("a card", room / 1024, (8, 9), found=1.0)
-        expected = max((batch for batch in range(1, 4000) if needed(job(batch)) <= card.bytes), default=0)
+        expected = max((batch for batch in range(1, 4000) if needed_bytes(job(batch)) <= card.bytes), default=0)
         tried.clear()
         assert vertex.largest_batch(job, card) == expected and len(tried) <= 30
 

@@ -42,7 +42,7 @@ def test_every_row_has_a_source_a_card_and_a_configuration() -> None:
         card = card_named(row.card)
         config = config_of(row.config, row.overrides, card)
         assert row.group in hours_tables.TITLES and row.group in hours_tables.WHY and row.value > 0
-        assert config.precision.settled != "bf16" or card.has_bf16, row.key
+        assert config.precision.settled_compute != "bf16" or card.has_bf16, row.key
     assert [row.key for row in found if row.goal and row.group == "mosaic"] == [
         f"mosaic: {side} px, latents prepared, A100-40GB" for side in (256, 512)
     ]

@@ -37,7 +37,7 @@ from simpletune.system.options import (
     ConfigError,
     Option,
     UserError,
-    documented,
+    documented_fields,
     first_lines,
     join_names,
     option_classes,
@@ -229,7 +229,7 @@ def test_every_path_is_read_as_users_type_it(tmp_path: Path, monkeypatch: pytest
         f"{section}.{name}"
         for section in load.PATHS
         for member in option_classes(TrainConfig.model_fields[section].annotation)
-        for name, field in documented(member).items()
+        for name, field in documented_fields(member).items()
         if "str" in str(field.annotation) and "Literal" not in str(field.annotation)
         and re.match(r"Path|Folder|JSON file|A Hub name|Replaces|LoRAs? t|\w+ to start from", field.description or "")
     }  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job_estimate import estimate
-from simpletune.estimate.planning import Search, candidate_lists, first_that_fits, likely_first
+from simpletune.estimate.planning import Search, candidate_lists, find_first_fit, guess_first_fit
 from simpletune.system.gpus import FOUND_UNDER_WSL, Card, find_card
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,14 +29,14 @@ def test_a_card_s_configuration_fits_it_and_no_faster_setting_does(file: Path, s
     """Among plan's settings at the file's precision, with its optimizer and time of the update."""
     card, config = card_of(file), read_for_estimate(file, [f"output.cache={shared_cache}"])
     whole = estimate(config, card.capability)
-    assert whole.fits(card), f"needs {whole.needed() / 2**20:,.0f} of {card.bytes / 2**20:,.0f} MiB"
+    assert whole.fits(card), f"needs {whole.needed_bytes() / 2**20:,.0f} of {card.bytes / 2**20:,.0f} MiB"
     search, weights = Search(config, card), config.precision.weights
     candidates = next(each for each in candidate_lists(config, card) if each[0].config.precision.weights == weights)
     assert not candidates[0].lossy
     configs = [each.config for each in candidates]
-    first = first_that_fits(configs, search.fits, likely_first(configs, search._limit))
+    first = find_first_fit(configs, search.fits, guess_first_fit(configs, search._limit))
     assert first is not None
-    best = next(found[0] for each in candidates[first:] if (found := search._whole_job(each)))
+    best = next(found[0] for each in candidates[first:] if (found := search._fit_whole_job(each)))
     own = search.step_time(config).seconds
     assert own <= TOLERANCE * best.step_time.seconds, f"{best.choice.about} takes less: {best.choice.overrides}"
 

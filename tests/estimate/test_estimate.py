@@ -23,7 +23,7 @@ from simpletune.estimate import disk_needs as disk_counting
 from simpletune.estimate import job_estimate as estimating
 from simpletune.estimate import run_estimate as forecasting
 from simpletune.estimate.disk_needs import DataCounts, bytes_of_prompt, checkpoint_bytes, disk_needs
-from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, largest_peak, needed, needs_of
+from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, largest_peak, needed_bytes, needs_of
 from simpletune.estimate.run_estimate import cheapest_change, compare_with_measured, estimate_run, print_comparison
 from simpletune.estimate.simulate import simulate_stages
 from simpletune.estimate.simulate.reports import JobReport, with_workspaces
@@ -91,15 +91,17 @@ def test_a_run_fits_to_the_byte_with_an_allowance_or_a_share() -> None:
     peak = 1000 * MIB
     must_have = peak + 256 * MIB + CONTEXT
     found = an_estimate(train=peak, validate=peak - 1)
-    assert found.needed() == must_have and found.peak_stage == "train"
+    assert found.needed_bytes() == must_have and found.peak_stage == "train"
     assert found.fits(Card("a", must_have / GIB, (8, 9), found=1.0))
     assert not found.fits(Card("a", (must_have - 1) / GIB, (8, 9), found=1.0))
     assert not found.fits(Card("a", must_have / GIB, (8, 9), found=1.0), reserved=1)
-    assert needed(2336 * MIB) - CONTEXT == (2336 + 256) * MIB  # torch's allocator reserved 2,530 on a simulated L4
-    assert needed(8000 * MIB) - CONTEXT == 8400 * MIB
+    assert (
+        needed_bytes(2336 * MIB) - CONTEXT == (2336 + 256) * MIB
+    )  # torch's allocator reserved 2,530 on a simulated L4
+    assert needed_bytes(8000 * MIB) - CONTEXT == 8400 * MIB
     for free in (700, 3000, 20000):
         card = Card("a", free / 1024, (8, 9), found=1.0)
-        assert card.bytes - 2 <= needed(largest_peak(card)) <= card.bytes
+        assert card.bytes - 2 <= needed_bytes(largest_peak(card)) <= card.bytes
 
 
 def test_bars_are_as_long_as_their_bytes_and_show_every_kind() -> None:
@@ -337,14 +339,14 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(
     some = ("adapter.dtype=bf16", "train.batch_size=1")
     monkeypatch.setattr(forecasting, "LEVERS", [each for each in forecasting.LEVERS if each.overrides[0] in some])
     config = validate(tiny_config | {"train": {"steps": 2, "batch_size": 8}}, "test")
-    whole = estimate(config, L4.capability, SIZE).needed() / MIB
+    whole = estimate(config, L4.capability, SIZE).needed_bytes() / MIB
     card = at_hand(whole - 1)
     with pytest.raises(UserError, match="the cheapest change that fits: ") as refused:
         estimate_run(config, CUDA, SIZE)
     assert f"needs {whole:,.0f} MiB (predicted) and Test 1 has {whole - 1:,.0f}" in str(refused.value)
     change = cheapest_change(config, card, 0, SIZE)
     assert change is not None and change[2] <= (whole - 1) * MIB and " ".join(change[0]) in str(refused.value)
-    assert estimate_run(config, CUDA, SIZE, force=True).needed() / MIB == whole
+    assert estimate_run(config, CUDA, SIZE, force=True).needed_bytes() / MIB == whole
     assert "(--force)" in capsys.readouterr().out
     at_hand(whole)
     estimate_run(config, CUDA, SIZE)

@@ -17,7 +17,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job_estimate import MIB
 from simpletune.estimate.job_time import JobTime
 from simpletune.estimate.levers import changes_of_quality, with_changes
-from simpletune.estimate.plan_command import choose_card, describe_settings, plan_on, table
+from simpletune.estimate.plan_command import choose_card, describe_settings, plan_for_card, table
 from simpletune.estimate.planning import PlanResult, Search, SettingChanges, candidate_lists
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.sections import KernelWork, StreamWork
@@ -35,7 +35,7 @@ def brute_force(config: TrainConfig, card: Card) -> SettingChanges | None:
     search, candidates = Search(config, card), list(itertools.chain(*candidate_lists(config, card)))
     for resort in (False, True):
         fitting = [each for each in candidates if each.last_resort == resort and search.fits(each.config)]
-        found = next((each for each in sorted(fitting, key=search._cost) if search._whole_job(each)), None)
+        found = next((each for each in sorted(fitting, key=search._cost) if search._fit_whole_job(each)), None)
         if found is not None:
             return found
     return None
@@ -54,10 +54,10 @@ def test_the_choice_is_that_of_brute_force(method: str, mib: int, config_of) -> 
     wanted = brute_force(config, card)
     if wanted is None:
         with pytest.raises(UserError, match="no settings fit"):
-            Search(config, card).fastest()
+            Search(config, card).find_fastest()
         return
     search = Search(config, card)
-    best = search.fastest()[0].choice
+    best = search.find_fastest()[0].choice
     assert search._cost(best) == pytest.approx(search._cost(wanted), rel=1e-9), (best.about, wanted.about)
 
 
@@ -150,12 +150,12 @@ def test_the_cheapest_card_is_that_of_the_least_money_for_as_many_samples() -> N
 @pytest.mark.slow
 def test_a_plan_compares_as_many_samples(config_of) -> None:
     config = config_of("adapter.method=full", "train.gradient_accumulation=4")
-    found = plan_on(config, replace(L4, name="Test", gib=1.1, found=1.0), PRICE)
+    found = plan_for_card(config, replace(L4, name="Test", gib=1.1, found=1.0), PRICE)
     chosen = found.choice.config.train
     assert found.samples == pytest.approx(chosen.batch_size * chosen.gradient_accumulation / 64)
     assert found.cost == pytest.approx(found.seconds / 3600)
     with pytest.raises(UserError, match="no settings fit on Tiny"):
-        plan_on(config, replace(L4, name="Tiny", gib=0.3), PRICE)
+        plan_for_card(config, replace(L4, name="Tiny", gib=0.3), PRICE)
     lines = list(table("job", [(L4, found)], found))
     assert "chosen" in lines[2] and found.choice.about in lines[2] and "as of 2026-11" in lines[-1]
 
@@ -232,7 +232,7 @@ def test_plan_chooses_a_card_by_price_and_is_quiet_with_json(
 
 def test_a_card_without_known_figures_says_so_in_a_plan(config_of) -> None:
     card = find_card("23GiB")
-    found = plan_on(config_of(), card, None)
+    found = plan_for_card(config_of(), card, None)
     lines = list(table("job", [(card, found)], found))
     assert any("no figures are known for this card" in line for line in lines) and "no price is known" in lines[-1]
-    assert all(card.tflops and card.bandwidth for card in CARDS) and found.estimate.needed() > MIB
+    assert all(card.tflops and card.bandwidth for card in CARDS) and found.estimate.needed_bytes() > MIB

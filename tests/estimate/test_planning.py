@@ -18,8 +18,8 @@ from simpletune.config.check import may_recompute_alone
 from simpletune.config.load import read_config
 from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.estimate import planning
-from simpletune.estimate.job_estimate import CONTEXT, MIB, estimate, needed
-from simpletune.estimate.levers import changes_of_quality, differing, with_changes
+from simpletune.estimate.job_estimate import CONTEXT, MIB, estimate, needed_bytes
+from simpletune.estimate.levers import changes_of_quality, effective_overrides, with_changes
 from simpletune.estimate.plan_command import describe_int8, describe_result
 from simpletune.estimate.planning import (
     PlanResult,
@@ -27,10 +27,10 @@ from simpletune.estimate.planning import (
     batch_table,
     block_options,
     candidate_lists,
-    first_that_fits,
+    find_first_fit,
+    guess_first_fit,
     largest_peak,
     lasting_bytes,
-    likely_first,
 )
 from simpletune.estimate.simulate.simulate import simulate, train
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
@@ -46,7 +46,7 @@ def a_card(mib: float) -> Card:
 
 
 def must_have(config) -> float:
-    return estimate(config, L4.capability).needed() / MIB
+    return estimate(config, L4.capability).needed_bytes() / MIB
 
 
 def test_each_candidate_takes_less_memory_than_the_one_before(config_of) -> None:
@@ -96,10 +96,10 @@ def test_what_cannot_be_kept_or_recomputed_alone_is_not_tried(config_of) -> None
 def test_with_room_nothing_is_given_for_memory(config_of) -> None:
     config = config_of("precision.weights=int8")
     search = Search(config, L4)
-    best, second = search.fastest()
+    best, second = search.find_fastest()
     assert best.choice.about == "bf16 weights, all activations kept" and len(search._known) == 2
     assert second.step_time.seconds > best.step_time.seconds and second.estimate.peak.bytes < best.estimate.peak.bytes
-    assert "precision.weights=bf16" in differing(config, best.choice.config, best.choice.overrides)
+    assert "precision.weights=bf16" in effective_overrides(config, best.choice.config, best.choice.overrides)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def instant_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("instant_host")
 def test_what_int8_products_should_gain_is_named_but_not_taken(config_of) -> None:
     search = Search(config_of(), L4)
-    best = search.fastest()[0]
+    best = search.find_fastest()[0]
     assert getattr(best.choice.config.precision, "products", "dequantised") == "dequantised"
     found = search.int8_products(best)
     assert found is not None and found.estimate.fits(L4) and found.step_time.seconds < best.step_time.seconds
@@ -129,7 +129,7 @@ def test_what_is_found_fits_and_the_next_faster_candidate_does_not(config_of) ->
     config = config_of()
     kept = with_changes(config, ["memory.checkpointing=none"])
     card = a_card(must_have(kept) - 0.5)
-    found = Search(config, card).fastest()
+    found = Search(config, card).find_fastest()
     for each in found:
         assert each.estimate.fits(card) and with_changes(config, each.choice.overrides) is not None
     best = found[0].choice
@@ -144,7 +144,7 @@ def test_a_step_that_does_not_fit_ends_where_it_runs_out(
     """The answer is that of the whole simulation, at the byte where it changes too, and is kept."""
     config = config_of(f"output.cache={tmp_path}", "train.batch_size=2", "memory.checkpointing=none")
     whole = simulate(config)
-    least = needed(whole.peak.bytes + cublas_workspace(L4.capability))
+    least = needed_bytes(whole.peak.bytes + cublas_workspace(L4.capability))
     ran: list[bool] = []
     monkeypatch.setattr(planning, "train", lambda *args, **named: (ran.append(True), train(*args, **named))[1])
 
@@ -170,7 +170,7 @@ def test_the_first_that_fits_is_found_wherever_the_search_begins() -> None:
                 asked.append(number)
                 return number >= first
 
-            assert first_that_fits(range(count), fits, likely, known) == (first if first < count else None)
+            assert find_first_fit(range(count), fits, likely, known) == (first if first < count else None)
             assert likely != first or len(asked) <= 2
 
 
@@ -183,16 +183,16 @@ def test_the_search_begins_where_weights_and_states_leave_room(config_of) -> Non
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert config.precision.bytes_per_weight == 2 and config.memory.optimizer_in_backward
     assert sizes[0] == pytest.approx(weights * (2 + config.optimizer.bytes_per_parameter))
-    assert likely_first(candidates, int(2 * sizes[0])) == 0 and likely_first(candidates, 0) == len(candidates)
+    assert guess_first_fit(candidates, int(2 * sizes[0])) == 0 and guess_first_fit(candidates, 0) == len(candidates)
     streamed = sizes.index(next(size for size in sizes if size < sizes[0]))
-    assert likely_first(candidates, int(1.06 * sizes[streamed])) == streamed
+    assert guess_first_fit(candidates, int(1.06 * sizes[streamed])) == streamed
 
 
 def test_what_other_programs_hold_is_left_to_them(config_of) -> None:
     config = config_of()
     card = a_card(must_have(config) + 25)
-    free, tight = Search(config, card).fastest()[0], Search(config, card, reserved=25 * MIB).fastest()[0]
-    assert tight.estimate.needed() + 25 * MIB <= card.bytes
+    free, tight = Search(config, card).find_fastest()[0], Search(config, card, reserved=25 * MIB).find_fastest()[0]
+    assert tight.estimate.needed_bytes() + 25 * MIB <= card.bytes
     assert tight.step_time.seconds >= free.step_time.seconds
 
 
@@ -200,7 +200,7 @@ def test_what_other_programs_hold_is_left_to_them(config_of) -> None:
 def nothing_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step takes a second, and a whole job fits if its training does."""
     monkeypatch.setattr(Search, "step_time", lambda self, config: StepSeconds(1.0, {}, 0.0, 0.0))
-    monkeypatch.setattr(Search, "_whole_job", lambda self, choice: [PlanResult(choice, None, None)])  # type: ignore[arg-type]
+    monkeypatch.setattr(Search, "_fit_whole_job", lambda self, choice: [PlanResult(choice, None, None)])  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("nothing_is_simulated")
@@ -213,7 +213,7 @@ def test_the_largest_batch_is_found_by_bisection(config_of, monkeypatch: pytest.
 
     monkeypatch.setattr("simpletune.estimate.planning.MOST", 64)
     monkeypatch.setattr(Search, "fits", fits)
-    best = Search(config_of("train.batch_size=4"), L4).largest("train.batch_size")[0]
+    best = Search(config_of("train.batch_size=4"), L4).find_largest("train.batch_size")[0]
     assert best.choice.config.train.batch_size == 11 and best.choice.overrides[0] == "train.batch_size=11"
     assert asked[0] == 1 and {11, 12} <= set(asked) and len(asked) < 10
 
@@ -226,9 +226,9 @@ def test_no_resolution_is_tried_that_the_model_cannot_take(config_of, monkeypatc
     assert simulate(with_changes(config, [f"data.resolution={side}"])).peak.bytes > 0
     monkeypatch.setattr(planning, "RESOLUTIONS", (32, side, 2 * side))
     monkeypatch.setattr(Search, "fits", lambda self, config: tried.append(config.data.resolution) is None)
-    assert Search(config, L4).largest("data.resolution")[0].choice.config.data.resolution == side == max(tried)
+    assert Search(config, L4).find_largest("data.resolution")[0].choice.config.data.resolution == side == max(tried)
     monkeypatch.setattr(planning, "RESOLUTIONS", (2 * side,))
-    assert Search(config, L4).largest("data.resolution")[0].choice.overrides[0] == f"data.resolution={side}"
+    assert Search(config, L4).find_largest("data.resolution")[0].choice.overrides[0] == f"data.resolution={side}"
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(config_of, monkeypatch: py
     config = config_of("train.batch_size=4")
     card = a_card(must_have(config) + 10)
     search = Search(config, card)
-    best = search.largest("train.batch_size")[0]
+    best = search.find_largest("train.batch_size")[0]
     batch = best.choice.config.train.batch_size
     assert batch > 1 and f"train.batch_size={batch}" in best.choice.overrides and best.estimate.fits(card)
     smallest = next(iter(candidate_lists(config, card)))[-1].config
@@ -249,15 +249,15 @@ def test_nothing_that_fits_is_an_error_with_a_remedy(config_of, monkeypatch: pyt
     assert not Search(config, a_card(505)).fits(next(iter(candidate_lists(config, L4)))[-1].config)
     monkeypatch.setattr(Search, "fits", lambda self, config: False)
     with pytest.raises(UserError, match="no settings fit on Test 505.*data.resolution=512"):
-        Search(config_of(), a_card(505)).fastest()
+        Search(config_of(), a_card(505)).find_fastest()
     with pytest.raises(UserError, match="train.batch_size: not even 1 fits"):
-        Search(config_of(), a_card(505)).largest("train.batch_size")
+        Search(config_of(), a_card(505)).find_largest("train.batch_size")
 
 
 def test_the_batch_table_is_what_a_prediction_says(config_of, simulate_once) -> None:
     config = config_of("train.batch_size=2")
     one = simulate_once(config).peak.bytes
-    none, some = a_card(505), a_card(needed(one) / MIB + 40)
+    none, some = a_card(505), a_card(needed_bytes(one) / MIB + 40)
     table = batch_table(config, [none, some, L4], (256,))
     assert table[none.name] == [0] and table["L4"][0] > table[some.name][0] > 2
     batch = table[some.name][0]
@@ -277,7 +277,7 @@ def test_what_may_cost_quality_is_named_with_its_values(config_of) -> None:
         "gradients are clipped per_parameter instead of global (train.clip)",
         "an update follows 1 instead of 2 micro-batches: noisier, but more of them (train.gradient_accumulation)",
     ]
-    best = Search(config_of("precision.weights=int8"), L4).fastest()[0]
+    best = Search(config_of("precision.weights=int8"), L4).find_fastest()[0]
     lines = list(describe_result(1, replace(best, choice=replace(best.choice, config=new, overrides=())), best, full))
     told = [line for line in lines if line.strip().startswith("quality")]
     assert len(told) == 2 and "per_parameter" in told[0] and "1 instead of 2" in told[1]
@@ -312,7 +312,7 @@ def test_plan_writes_a_configuration_that_fits_and_gives_signs_of_life(
     assert verb == "train" and rest[0] == str(file)
     planned, _ = read_config(file, rest[1:], needs_data=False)
     assert planned.data.path == nowhere
-    assert estimate(planned, L4.capability).needed() <= gib * FOUND * GIB
+    assert estimate(planned, L4.capability).needed_bytes() <= gib * FOUND * GIB
     counted = [line for line in text.splitlines() if "predictions in" in line]
     assert len(counted) >= 3 and " 1 predictions in" in counted[0] and f" {len(counted)} predictions in" in counted[-1]
     assert "MiB" in counted[0]

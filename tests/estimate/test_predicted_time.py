@@ -124,7 +124,7 @@ def test_a_run_on_a_card_is_priced_before_it_starts_by_the_users_prices_first(
 ) -> None:
     card = card_named_by_driver("NVIDIA L4", L4.bytes, (8, 9))
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (card, 0))
-    monkeypatch.setattr(forecasting.DataCounts, "to_prepare", lambda config, plan: COUNTS)
+    monkeypatch.setattr(forecasting.DataCounts, "from_uncached", lambda config, plan: COUNTS)
     cores = [CORE] * 9
     monkeypatch.setattr(forecasting, "core_seconds", cores.pop)
     prediction = Estimate(a_job("latents"), (32, 32))
@@ -160,11 +160,11 @@ def test_what_is_prepared_already_is_not_counted_again(tiny_config: dict, tmp_pa
     tiny_config["output"]["cache"] = str(tmp_path)
     config = resolve_folders(validate(tiny_config, "x"))
     plan = plan_data(config).plan
-    before = DataCounts.to_prepare(config, plan)
-    whole = DataCounts.of(config, plan)
+    before = DataCounts.from_uncached(config, plan)
+    whole = DataCounts.from_plan(config, plan)
     assert before.pixels == whole.pixels > 0 and before.prompts >= whole.prompts > 0
     prepare_only(config)
-    assert DataCounts.to_prepare(config, plan) == before._replace(prompts=0, pixels=0)
+    assert DataCounts.from_uncached(config, plan) == before._replace(prompts=0, pixels=0)
     assert before.steps == plan.steps_per_epoch
 
 

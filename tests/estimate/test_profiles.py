@@ -19,8 +19,8 @@ from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.engine.memory.profiles import FULL, LORA
 from simpletune.estimate import auto_settings, levers
 from simpletune.estimate.auto_settings import RecomputeCounts, resolve_checkpointing, with_checkpointed
-from simpletune.estimate.job_estimate import needed
-from simpletune.estimate.levers import LEVERS, changed, savings
+from simpletune.estimate.job_estimate import needed_bytes
+from simpletune.estimate.levers import LEVERS, savings, with_effective_changes
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble
@@ -139,7 +139,7 @@ LADDER = [
 
 def recomputed(config: TrainConfig) -> RecomputeCounts:
     """What a configuration says."""
-    return RecomputeCounts(config.memory.checkpointed(3), config.memory.keeping_attention(3))
+    return RecomputeCounts(config.memory.checkpointed_count(3), config.memory.keeping_count(3))
 
 
 def test_auto_checkpoints_as_few_blocks_as_fit(config_of, simulate_once) -> None:
@@ -161,7 +161,7 @@ def test_auto_leaves_what_is_set_as_it_is(given: dict, config_of, simulate_once)
     memory = resolve_checkpointing(
         config_of(memory={**given, "checkpointing": "auto", "budget_gib": budget}), SIZE
     ).memory
-    assert memory.keeping_attention(3) == keeps * memory.checkpointed(3) and memory.checkpointed(3) == 2
+    assert memory.keeping_count(3) == keeps * memory.checkpointed_count(3) and memory.checkpointed_count(3) == 2
     assert memory.feed_forward == given.get("feed_forward", "alone")
     with pytest.raises(UserError, match="memory.budget_gib: .* is too little"):
         resolve_checkpointing(config_of(memory={**given, "checkpointing": "auto", "budget_gib": 0.001}), SIZE)
@@ -178,7 +178,7 @@ def test_auto_needs_one_card_or_budget(config_of) -> None:
 
 def a_card(peak: int) -> Card:
     """One with room for a training step of that peak, in bytes, and no more."""
-    room = needed(peak + cublas_workspace((8, 9))) + 16  # bytes, for what rounding takes
+    room = needed_bytes(peak + cublas_workspace((8, 9))) + 16  # bytes, for what rounding takes
     return Card("Test 1", room / 2**30, (8, 9), found=1.0)
 
 
@@ -252,10 +252,10 @@ def test_every_lever_that_applies_is_valid_and_savings_are_in_order(of_two_block
     names = {" ".join(lever.overrides) for lever, _ in found}
     assert {"memory.checkpointing=all", "precision.weights=int8", "train.batch_size=1"} <= names
     least, saved = found[-1]
-    smaller = changed(config, least.overrides)
+    smaller = with_effective_changes(config, least.overrides)
     assert simulate(config).peak.bytes - simulate(smaller).peak.bytes == saved  # by a simulation of its own
-    assert changed(config, ["memory.checkpointing=none"]) is None  # changes nothing
-    assert changed(config, ["memory.resident_blocks=0"]) is None  # not without checkpointing
+    assert with_effective_changes(config, ["memory.checkpointing=none"]) is None  # changes nothing
+    assert with_effective_changes(config, ["memory.resident_blocks=0"]) is None  # not without checkpointing
     assert len(LEVERS) > len(found)
 
 

@@ -18,7 +18,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate import stored
 from simpletune.estimate.job_estimate import attention_of, estimate, shipped_job
 from simpletune.estimate.simulate import simulate_stages
-from simpletune.estimate.simulate.reports import L4, JobReport, square
+from simpletune.estimate.simulate.reports import L4, JobReport, square_size
 from simpletune.system.package import PACKAGE
 
 READ_WITHOUT_EFFECT = {"train.seed", "optimizer.lr"}  # of HARMLESS: numbers that a simulation reads
@@ -36,7 +36,7 @@ def demo_row() -> Row:
 def looked_at_anew() -> Iterator[None]:
     """What a test puts in place of file, sources or libraries is looked at, and forgotten after it."""
     yield
-    for each in (stored.about, stored.is_current):
+    for each in (stored.read_about, stored.is_current):
         each.cache_clear()
 
 
@@ -115,7 +115,7 @@ def test_an_estimate_that_ships_simulates_nothing(
 def test_it_is_shown_at_once_for_which_versions_it_is_then_the_own_follows(
     demo_row: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    own = shipped_job(settled("demo", ()), L4, square(settled("demo", ())))
+    own = shipped_job(settled("demo", ()), L4, square_size(settled("demo", ())))
     assert own is not None
     made = stored.versions()["torch"]
     monkeypatch.setattr(stored, "versions", lambda: {"torch": "9.9"})
@@ -150,10 +150,10 @@ def test_comments_and_docstrings_do_not_change_the_sources_but_code_does(tmp_pat
 
 def test_predictions_of_other_sources_do_not_answer(demo_row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settled("demo", ())
-    assert isinstance(shipped_job(config, L4, square(config)), JobReport)
+    assert isinstance(shipped_job(config, L4, square_size(config)), JobReport)
     monkeypatch.setattr(stored, "hash_sources", lambda parsed=True: "other")
     stored.is_current.cache_clear()
-    assert shipped_job(config, L4, square(config)) is None
+    assert shipped_job(config, L4, square_size(config)) is None
 
 
 def test_rows_of_other_sources_are_kept_if_a_sample_of_them_comes_out_equal(
@@ -168,12 +168,12 @@ def test_rows_of_other_sources_are_kept_if_a_sample_of_them_comes_out_equal(
 
     def again(sources: str) -> list[Row]:
         asked.clear()
-        stored.about.cache_clear()
+        stored.read_about.cache_clear()
         monkeypatch.setattr(stored, "hash_sources", lambda parsed=True: f"{sources} {parsed}")
         update(file, rows, simulate)
-        stored.about.cache_clear()
+        stored.read_about.cache_clear()
         assert read(file) == {row.key: f"{result} {row.key}" for row in rows}
-        assert stored.about(file)["sources"] == f"{sources} True"
+        assert stored.read_about(file)["sources"] == f"{sources} True"
         return list(asked)
 
     assert again("old") == rows
@@ -193,7 +193,7 @@ def test_rows_of_other_sources_are_kept_if_a_sample_of_them_comes_out_equal(
 def test_the_stored_predictions_are_of_todays_sources_and_some_are_computed_equal() -> None:
     assert stored.is_current(stored.FILE), "run make predictions"
     if stored.other_versions():
-        pytest.skip(f"they are for {json.dumps(stored.about(stored.FILE)['versions'])}")
+        pytest.skip(f"they are for {json.dumps(stored.read_about(stored.FILE)['versions'])}")
     rows, known = list(grid()), read(stored.FILE)
     assert known.keys() == {row.key for row in rows}
     demo = next(row for row in rows if row.file == "demo")

@@ -25,7 +25,7 @@ from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
-from simpletune.estimate.simulate.simulate_stages import of_encoder, simulate_encoding, simulate_parts
+from simpletune.estimate.simulate.simulate_stages import encoder_snapshot, simulate_encoding, simulate_parts
 from simpletune.models.shared.conditioning import Conditioning, stack
 from simpletune.models.text.prompts import Prompts
 from simpletune.runs.folder import read_metrics
@@ -150,7 +150,7 @@ def test_its_other_stages_take_the_same_bytes_real_and_fake(config: dict[str, An
     assert {name for name, found in stages.items() if found.bytes > 0} == {"text", "latents", "train", "validate"}
     (encoder,), vae = model.text.encoders, model.autoencoder.load(CPU, torch.float32)
     opened = encoder.open(model.files.part("text_encoder"), torch.float32, CPU, None)  # type: ignore[arg-type]
-    assert stages["text"].by_kind == of_encoder(opened, model.text.tokens).by_kind
+    assert stages["text"].by_kind == encoder_snapshot(opened, model.text.tokens).by_kind
     assert stages["latents"].by_kind == simulate_encoding(model, vae, (96, 64)).by_kind
 
 

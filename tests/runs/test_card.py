@@ -30,7 +30,7 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.model_card import code, for_repository, front_matter, licence, shareable, snippet
 from simpletune.stages.sample import ImageRequest
-from simpletune.system.shell import log_in
+from simpletune.system.shell import login_command
 from simpletune.training.train import train
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
@@ -321,7 +321,7 @@ def test_push_of_no_result_or_without_a_token(hub: Hub, run: Path, tmp_path: Pat
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert main(["push", str(run), "ann/disc", "--yes"]) == 2
     shown = capsys.readouterr()
-    assert "no token" in shown.err and f"Log in with `{log_in()}`" in shown.err and "README.md" in shown.out
+    assert "no token" in shown.err and f"Log in with `{login_command()}`" in shown.err and "README.md" in shown.out
     (run / "README.md").unlink()
     assert main(["push", str(run), "ann/disc", "--yes"]) == 2
     assert "has no README.md" in capsys.readouterr().err and hub.asked == []

@@ -155,7 +155,10 @@ def test_generate_repeats_the_runs_validation_pictures(tiny_config, copy_run, tm
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("lora_", "other_"), "is an unknown kind; resembles most Stable Diffusion 3, with 10 of 13 words of its names"),
+        (
+            ("lora_", "other_"),
+            "is an unknown kind; resembles most Stable Diffusion 3, with 10 of 13 words of its names",
+        ),
         (("transformer.", "lora_unet_transformer."), "is a LoRA for an unknown model"),
         (("transformer_blocks", "single_blocks"), "is a LoRA for Flux"),
         (("blocks.0", "blocks.7"), "7 of 7 layers are not in this model: transformer_blocks.7"),

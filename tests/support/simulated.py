@@ -7,7 +7,7 @@ from simpletune.estimate.simulate.reports import StepReport
 from simpletune.estimate.simulate.simulate import simulate, train
 from simpletune.stages.load import load_base
 from simpletune.stages.step.synthetic import CPU
-from simpletune.system.startup import without_collection
+from simpletune.system.startup import pause_collection
 
 LEVERS: dict[str, dict] = {
     "whole-table": {"memory": {"crop_positions": False}},
@@ -25,7 +25,7 @@ LEVERS: dict[str, dict] = {
 
 
 def real(config: TrainConfig) -> StepReport:
-    with without_collection():
+    with pause_collection():
         sizes = [(config.data.resolution, config.data.resolution)]
         return train(config, denoiser=load_base(config, CPU, sizes)).report
 

@@ -65,7 +65,7 @@ def fail_at(moment: str, tiny_config: dict, count: int = 1, **changes: dict) -> 
 def stop_at(moment: str, tiny_config: dict, name: str, count: int = 1, **changes: dict) -> int:
     """Start by --resume auto; the run is sent a signal at a moment. Its exit code."""
     failpoints.arm(moment, name, count)
-    with pytest.raises(signals.Stopped) as caught, signals.listening():
+    with pytest.raises(signals.Stopped) as caught, signals.handle_signals():
         run_with(tiny_config, "auto", **changes)
     return caught.value.code
 

@@ -40,12 +40,12 @@ from simpletune.system.hub import (
     HubFile,
     HubPart,
     Repository,
+    cached_folder,
     data_set_folder,
     explain_hub_errors,
     fetch,
-    in_cache,
     is_hub_name,
-    needed,
+    needed_files,
     part_folder,
 )
 from simpletune.system.options import UserError
@@ -193,7 +193,7 @@ def assert_no_weights_in_cache() -> None:
     repository = Repository(NAME)
     assert not list(repository.cache.rglob("*.incomplete"))
     assert not list(repository.cache.glob(f"snapshots/*/{WEIGHTS}"))
-    assert in_cache(HubPart(repository, "transformer", weights=True)) is None
+    assert cached_folder(HubPart(repository, "transformer", weights=True)) is None
 
 
 def test_resumes_after_a_cut_without_fetching_anything_twice(hub: FakeHub, run, monkeypatch) -> None:
@@ -412,12 +412,14 @@ def test_shards_but_no_other_precision() -> None:
     half = ["model.safetensors.index.fp16.json", "model.fp16-00001-of-00002.safetensors", "model.fp16.safetensors"]
     files = listed(*(f"text_encoder_3/{path}" for path in [*paths, *half, "tf_model.h5", "onnx/config.json"]))
     part = HubPart(Repository(NAME), "text_encoder_3", weights=True)
-    assert {file.path for file in needed(part, files)} == {f"text_encoder_3/{path}" for path in paths}
-    assert needed(part, files)[-1].path == "text_encoder_3/config.json"  # its presence tells that the part is whole
+    assert {file.path for file in needed_files(part, files)} == {f"text_encoder_3/{path}" for path in paths}
+    assert (
+        needed_files(part, files)[-1].path == "text_encoder_3/config.json"
+    )  # its presence tells that the part is whole
     with pytest.raises(UserError, match="text_encoder_3/ has no diffusion_pytorch_model.safetensors, only config.json"):
-        needed(part, listed("text_encoder_3/config.json", "text_encoder_3/model.fp16.bin"))
+        needed_files(part, listed("text_encoder_3/config.json", "text_encoder_3/model.fp16.bin"))
     only = ["text_encoder_3/model.fp16.safetensors", "text_encoder_3/config.json"]  # as of SD 1.5's inpainting model
-    assert [file.path for file in needed(part, listed(*reversed(only), "text_encoder_3/model.bin"))] == only
+    assert [file.path for file in needed_files(part, listed(*reversed(only), "text_encoder_3/model.bin"))] == only
 
 
 def test_a_repository_of_an_autoencoder_alone(hub: FakeHub, tiny_pipeline) -> None:

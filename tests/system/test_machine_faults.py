@@ -41,11 +41,11 @@ def test_a_quantised_tensor_has_all_of_its_parts_in_the_pages() -> None:
     weight = quantised(linear)
     expected = weight.dequantize()
     weights = MachineWeights.create(2**20)
-    kept = weights.kept(weight)
+    kept = weights.keep(weight)
     assert type(kept) is type(weight) and torch.equal(kept.dequantize(), expected)
     assert all(weights._pages.holds(plain) for plain in plain_tensors(kept))
     assert weights.nbytes >= sum(plain.nbytes for plain in plain_tensors(kept))
-    empty = weights.kept(torch.empty(0))
+    empty = weights.keep(torch.empty(0))
     assert empty.numel() == 0 and not weights._pages.holds(empty)
     weights.close()
 

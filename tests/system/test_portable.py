@@ -52,7 +52,7 @@ from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.data.sources.caption_files import CaptionFile
 from simpletune.system import atomic, environment, locks, portable, stage_timer, threads
 from simpletune.system.options import UserError
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 
 run = Path("run").resolve()
 assert not locks.is_held(run)
@@ -67,9 +67,9 @@ assert not locks.is_held(run)
 
 last = 2**60 - 1
 with locks.Ranges(Path("keys.lock")) as one, locks.Ranges(Path("keys.lock")) as other:
-    with one.held(0, last) as held, other.held(last, last) as too:
+    with one.hold(0, last) as held, other.hold(last, last) as too:
         assert held and not too
-    with one.held(0, 2**40) as held, other.held(2**59, last, wait=True) as too:
+    with one.hold(0, 2**40) as held, other.hold(2**59, last, wait=True) as too:
         assert held and too and one.sure and other.sure
 
 atomic.write_text(Path("text"), "é\\n")
@@ -98,7 +98,7 @@ probe.close()
 
 assert stage_timer.peak_rss_gib() == 1 and threads.usable_cores() >= 1 and environment.cpu_name()
 assert portable.locked_memory_limit() is None
-print(to_paste("simpletune", "train", "my pictures.json"))
+print(quote_command("simpletune", "train", "my pictures.json"))
 """
 
 

@@ -14,7 +14,7 @@ from launching import free_port
 
 from simpletune.system import processes as lost
 from simpletune.system.options import UserError
-from simpletune.system.processes import LOST, process_number, processes, processes_here, require_launch
+from simpletune.system.processes import LOST, local_process_count, process_count, process_number, require_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -52,7 +52,7 @@ def test_a_process_alone_is_the_first_and_waits_for_nobody(left: dict[str, str],
 
     given(**left)
     require_launch()
-    assert (process_number(), processes(), processes_here()) == (0, 1, 1)
+    assert (process_number(), process_count(), local_process_count()) == (0, 1, 1)
     PartialState._reset_state()
     try:
         assert PartialState(cpu=True).num_processes == 1
@@ -84,7 +84,7 @@ def test_what_no_launcher_would_set_is_named(left: dict[str, str], said: str, gi
 def test_two_processes_of_a_launcher_pass(given) -> None:
     given(**TWO, LOCAL_WORLD_SIZE="2", PMI_SIZE="2")
     require_launch()
-    assert (process_number(), processes(), processes_here()) == (1, 2, 2)
+    assert (process_number(), process_count(), local_process_count()) == (1, 2, 2)
 
 
 def test_a_process_that_comes_too_late_to_see_its_launcher_misses_its_store(given, monkeypatch) -> None:
@@ -97,11 +97,11 @@ def test_a_process_that_comes_too_late_to_see_its_launcher_misses_its_store(give
     assert ends == [f"the launcher (process {os.getppid()}) is gone"]
     with socket.create_server(("127.0.0.1", 0)) as server:
         given(**TWO | {"MASTER_PORT": str(server.getsockname()[1])})
-        assert not lost._refused()
+        assert not lost._is_refused()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     with free_port() as port:
         given(**TWO | {"MASTER_PORT": port})
-        assert not lost._refused(), "process 0 may serve it later"
+        assert not lost._is_refused(), "process 0 may serve it later"
 
 
 CHILD = """

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import (
     content_hash,
-    conversion,
+    conversion_command,
     read_header,
     require_safetensors,
     write_safetensors,
@@ -38,9 +38,9 @@ def test_the_command_for_a_pickle_converts_its_tensors_and_runs_no_code(
     torch.save({"state_dict": {"a.weight": shared, "b.weight": shared.t(), "step": 3}}, tmp_path / "x.ckpt")
     with pytest.raises(UserError, match=r"Get the .safetensors version, or convert it: .*python -c "):
         require_safetensors(tmp_path / "x.ckpt")
-    program, _, code, source, out = shlex.split(conversion(tmp_path / "x.ckpt"))
+    program, _, code, source, out = shlex.split(conversion_command(tmp_path / "x.ckpt"))
     assert (Path(source), Path(out)) == (tmp_path / "x.ckpt", tmp_path / "x.safetensors") and "python" in program
-    assert shlex.split(conversion(tmp_path / "y.safetensors"))[-1].endswith("y-converted.safetensors")
+    assert shlex.split(conversion_command(tmp_path / "y.safetensors"))[-1].endswith("y-converted.safetensors")
     monkeypatch.setattr(sys, "argv", ["-c", source, out])
     exec(code, {})
     found = load_file(out)

@@ -13,7 +13,7 @@ from simpletune.system import extras, shell
 from simpletune.system.extras import install_extra
 from simpletune.system.options import UserError
 from simpletune.system.package import PACKAGE
-from simpletune.system.shell import install, log_in, to_paste, typed_path
+from simpletune.system.shell import install_command, login_command, quote_command, typed_path
 
 
 def program(folder: Path) -> Path:
@@ -28,16 +28,16 @@ def test_a_program_that_is_not_on_path_is_named_with_its_path(tmp_path: Path, mo
     monkeypatch.setattr(sys, "executable", str(ours.with_name("python")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
-    assert to_paste("simpletune", "check", Path("my dog.json")) == ".venv/bin/simpletune check 'my dog.json'"
-    assert to_paste("tensorboard", "--logdir", "profiles") == "tensorboard --logdir profiles"  # is not there
+    assert quote_command("simpletune", "check", Path("my dog.json")) == ".venv/bin/simpletune check 'my dog.json'"
+    assert quote_command("tensorboard", "--logdir", "profiles") == "tensorboard --logdir profiles"  # is not there
     monkeypatch.setenv("PATH", str(other.parent))  # another installation's
-    assert to_paste("simpletune", "doctor") == ".venv/bin/simpletune doctor"
+    assert quote_command("simpletune", "doctor") == ".venv/bin/simpletune doctor"
     monkeypatch.chdir(other.parent)
-    assert to_paste("simpletune", "doctor") == f"{ours} doctor"
+    assert quote_command("simpletune", "doctor") == f"{ours} doctor"
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "simpletune").symlink_to(ours)
     monkeypatch.setenv("PATH", str(tmp_path / "links"))
-    assert to_paste("simpletune", "doctor") == "simpletune doctor"
+    assert quote_command("simpletune", "doctor") == "simpletune doctor"
 
 
 HOME = Path.home()
@@ -56,7 +56,7 @@ HOME = Path.home()
 def test_a_path_is_read_as_it_is_typed_or_pasted(
     typed: str, read: str, wsl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shell, "under_wsl", lambda: wsl)
+    monkeypatch.setattr(shell, "is_under_wsl", lambda: wsl)
     assert typed_path(typed) == read
 
 
@@ -72,15 +72,15 @@ def test_a_path_is_read_as_it_is_typed_or_pasted(
 def test_a_path_of_windows_is_translated_under_wsl_and_refused_elsewhere(
     typed: str, read: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shell, "under_wsl", lambda: True)
+    monkeypatch.setattr(shell, "is_under_wsl", lambda: True)
     assert typed_path(typed) == read
-    monkeypatch.setattr(shell, "under_wsl", lambda: False)
+    monkeypatch.setattr(shell, "is_under_wsl", lambda: False)
     with pytest.raises(UserError, match="is a path of Windows, which this machine cannot open. Copy what it names"):
         typed_path(typed)
 
 
 def test_a_path_of_windows_without_its_backslashes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shell, "under_wsl", lambda: True)
+    monkeypatch.setattr(shell, "is_under_wsl", lambda: True)
     with pytest.raises(UserError, match="C:UsersmePictures is .* whose backslashes the shell removed"):
         typed_path("C:UsersmePictures")
     with pytest.raises(UserError, match="a path of Windows, which this machine cannot open"):
@@ -88,7 +88,7 @@ def test_a_path_of_windows_without_its_backslashes_is_named(monkeypatch: pytest.
 
 
 def test_paths_among_a_verb_s_arguments_are_read_and_prompts_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shell, "under_wsl", lambda: True)
+    monkeypatch.setattr(shell, "is_under_wsl", lambda: True)
     args = parse(
         ["generate", "--run", "~/runs/demo", "--lora", "~/a.safetensors:0.5", "--output", r"C:\out", "--prompt", "~/x"]
     )
@@ -106,8 +106,8 @@ def test_paths_among_a_verb_s_arguments_are_read_and_prompts_are_not(monkeypatch
 def test_printed_installs_and_logins_name_the_programs_of_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/srv/env/bin/python")
     monkeypatch.setattr(shell.shutil, "which", lambda name, path=None: f"{path}/{name}" if path else None)
-    assert log_in() == "/srv/env/bin/hf auth login"
-    assert install("triton") == "/srv/env/bin/python -m pip install triton"
+    assert login_command() == "/srv/env/bin/hf auth login"
+    assert install_command("triton") == "/srv/env/bin/python -m pip install triton"
     monkeypatch.chdir(PACKAGE.parent)
     assert install_extra("heic") == "/srv/env/bin/python -m pip install -e '.[heic]'"
     monkeypatch.chdir("/usr")

@@ -24,7 +24,7 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.engine.fp16_blocks import Fp16Blocks
 from simpletune.estimate import generate_memory as predicted
-from simpletune.estimate.job_estimate import needed
+from simpletune.estimate.job_estimate import needed_bytes
 from simpletune.runs import checkpoint
 from simpletune.runs.control import (
     GenerateRequest,
@@ -284,10 +284,10 @@ def test_a_picture_that_is_predicted_not_to_fit_is_refused(tiny_config: dict, mo
 
     card(2**34)
     require(encodes=True)
-    estimate = predicted.estimate(predicted.as_simulated(config), (8, 9), (32, 32))
-    card(needed(estimate.stages["validate"].bytes))
+    estimate = predicted.estimate(predicted.simulated_config(config), (8, 9), (32, 32))
+    card(needed_bytes(estimate.stages["validate"].bytes))
     require()
-    card(needed(estimate.stages["validate"].bytes) - 1)
+    card(needed_bytes(estimate.stages["validate"].bytes) - 1)
     with pytest.raises(UserError, match=r"drawing at 32x32 beside training needs .* MiB \(predicted\) and Small has"):
         require()
 

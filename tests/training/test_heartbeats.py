@@ -17,7 +17,7 @@ from launching import free_port
 
 from simpletune.system.options import UserError
 from simpletune.system.processes import LOST
-from simpletune.system.signals import Stopped, listening
+from simpletune.system.signals import Stopped, handle_signals
 from simpletune.training import heartbeats
 from simpletune.training.heartbeats import (
     APART,
@@ -142,7 +142,7 @@ def test_waiting_for_others_is_said_and_a_signal_ends_it(of_two: int, monkeypatc
     impatient(monkeypatch, said=0.1)
     for number in (signal.SIGTERM, signal.SIGINT):
         timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
-        with listening(), pytest.raises(Stopped, match=f"stopped by {number.name}"):
+        with handle_signals(), pytest.raises(Stopped, match=f"stopped by {number.name}"):
             timer.start()
             heartbeats.wait_for_others()
         text = f"process 0 of 2: waiting for 1 other process at 127.0.0.1:{of_two} (WORLD_SIZE=2, RANK=0)"

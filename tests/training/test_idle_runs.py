@@ -10,7 +10,7 @@ import pytest
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
 from simpletune.config.schema import TrainConfig
-from simpletune.system.signals import listening
+from simpletune.system.signals import handle_signals
 from simpletune.training import trainer
 from simpletune.training.train import train
 
@@ -84,7 +84,7 @@ def test_a_command_freezes_what_it_has_set_up_before_the_first_step(
     config = validate(tiny_config, "test")
     with pytest.raises(ZeroDivisionError):
         if command:
-            with listening():
+            with handle_signals():
                 train(config)
         else:
             train(config)

@@ -151,7 +151,7 @@ def test_the_marks_of_a_single_file_count(unet_pipeline: Callable[[str], Path], 
 
 def test_a_repository_that_moved_on_is_named_with_the_commit_to_return_to() -> None:
     part = SimpleNamespace(place="/hub/models--a--b/snapshots/new/vae", folder=Path("/hub"), file=None)
-    config = SimpleNamespace(model=SimpleNamespace(part=lambda name: part))
+    config = SimpleNamespace(model=SimpleNamespace(files=SimpleNamespace(part=lambda name: part)))
     saved = SimpleNamespace(folder="step", base={"parts": {"vae": {"fingerprint": "1", "commit": "old"}}, "loras": []})
     base = {"parts": {"vae": {"fingerprint": "2", "commit": "new"}}, "loras": []}
     with pytest.raises(UserError, match="with model.revision=old if they came from there"):

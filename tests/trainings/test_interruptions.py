@@ -22,7 +22,7 @@ from simpletune.runs import checkpoint
 from simpletune.runs.folder import EVALUATIONS, read_metrics
 from simpletune.system import atomic, signals
 from simpletune.system.options import UserError
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 from simpletune.training.trainer import Trainer
 
 
@@ -42,7 +42,7 @@ def test_sigterm_finishes_the_step_and_one_command_continues_it(
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
     said = capsys.readouterr()
     assert "finishes at most one step and saves" in said.out and "step 2 of 4 is saved" in said.out
-    assert f"stopped by SIGTERM. To continue: {to_paste('simpletune', 'train', command[1])} 'ema=" in said.err
+    assert f"stopped by SIGTERM. To continue: {quote_command('simpletune', 'train', command[1])} 'ema=" in said.err
     assert "Traceback" not in said.err
     assert cli_main.main(command) == 0 and "step 2 of 4" in capsys.readouterr().out
     run = whole.with_name("tiny")
@@ -97,7 +97,7 @@ def test_a_lost_exception_still_stops_the_run(tiny_config: dict) -> None:
         Untidy()  # what its __del__ raises, Python prints and forgets
 
     failpoints.arm("data.scanned", lose)
-    with pytest.raises(signals.Stopped), signals.listening():
+    with pytest.raises(signals.Stopped), signals.handle_signals():
         run_with(tiny_config, "auto")
 
 

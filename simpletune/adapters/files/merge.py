@@ -19,7 +19,7 @@ from simpletune.adapters.files.header import TensorEntry, tensor_bytes
 from simpletune.adapters.files.updates import Updates, without_other_input
 from simpletune.adapters.files.write import overflow
 from simpletune.adapters.methods.formulas import FLOATS
-from simpletune.engine.tensors import exchanged_halves
+from simpletune.engine.tensors import swap_halves
 from simpletune.models.lora_registry import require_same_family
 from simpletune.models.shared.single_file import FileLayout, Origin, open_file
 from simpletune.models.text_layers import encoder_of, encoders_in, split_text
@@ -299,7 +299,7 @@ def _original_tensor(pieces: Pieces, get: Callable[[str], Tensor]) -> Tensor:
     """The original tensor, from those in diffusers' layout."""
     whole, origin = torch.cat([get(name) for name, _ in pieces]), pieces[0][1]
     whole = whole[:, :, None, None] if origin.pointwise else whole.T if origin.transposed else whole
-    return exchanged_halves(whole) if origin.swapped and len(pieces) == 1 else whole
+    return swap_halves(whole) if origin.swapped and len(pieces) == 1 else whole
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

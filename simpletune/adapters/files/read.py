@@ -14,7 +14,7 @@ from simpletune.adapters.files.header import DAMAGED, LISTED, LoraHeader, Module
 from simpletune.adapters.files.keys import CORES, DECOMPOSED, DORA_ROLES, LOKR, LORA, OFT, module_kind
 from simpletune.adapters.files.updates import DoraUpdate, LohaUpdate, LokrUpdate, LoraUpdate, OftUpdate, Update
 from simpletune.adapters.methods.formulas import as_numbers
-from simpletune.engine.tensors import exchanged_halves
+from simpletune.engine.tensors import swap_halves
 from simpletune.models.shared.lora_layout import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, MID, OFT_BLOCKS, UP
 from simpletune.models.text_layers import is_text
 from simpletune.system.console import say
@@ -129,5 +129,5 @@ def _magnitudes(
         return vectors.get(MAGNITUDE, scale), None
     if scale is not None and layout and not layout.original and not is_text(module.layers[0]):
         if layout.names.halves_swapped(module.layers[0], *shape):
-            scale = exchanged_halves(scale)  # its rows are in the original order, unlike the others
+            scale = swap_halves(scale)  # its rows are in the original order, unlike the others
     return vectors.get(MAGNITUDE), scale

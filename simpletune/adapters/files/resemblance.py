@@ -12,7 +12,7 @@ from typing import NamedTuple
 from simpletune.models.families import FAMILIES
 from simpletune.models.lora_registry import LAYOUTS
 from simpletune.models.shared.lora_layout import Layout, LoraNames
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 
 MOST = 100  # names that are compared
 RENAME = (
@@ -38,7 +38,7 @@ class Resemblance(NamedTuple):
         """How to get a file that is read."""
         assert self.layout is not None
         out = file.with_name(f"{file.stem}-renamed.safetensors")
-        command = to_paste("python", "-c", RENAME, file, out, self.cut, self.layout.prefix)
+        command = quote_command("python", "-c", RENAME, file, out, self.cut, self.layout.prefix)
         return f"After {self.cut!r} they are those of {self.layout.names.title}. To rename them: {command}"
 
 

@@ -25,7 +25,7 @@ from simpletune.adapters.methods.formulas import (
     rotate_rows,
     triangle_of,
 )
-from simpletune.engine.tensors import exchanged_halves
+from simpletune.engine.tensors import swap_halves
 from simpletune.models.lora_registry import INPUTS
 from simpletune.models.shared.fused import Rows
 from simpletune.models.shared.lora_layout import DOWN, UP, LoraNames
@@ -152,7 +152,7 @@ class LoraUpdate(Update):
         ]
 
     def swap_halves(self) -> LoraUpdate:
-        return replace(self, up=exchanged_halves(self.up))
+        return replace(self, up=swap_halves(self.up))
 
     def folded(self) -> LoraUpdate:
         """The update with scale 1: the scale is folded into ``up``, in its type."""
@@ -275,7 +275,7 @@ class LokrUpdate(Update):
         rows = self.factors[self.upper]
         if not self.is_own or len(rows) % 2:
             return self.as_lora().swap_halves()
-        return replace(self, factors={**self.factors, self.upper: exchanged_halves(rows)})
+        return replace(self, factors={**self.factors, self.upper: swap_halves(rows)})
 
 
 @dataclass(eq=False)
@@ -316,7 +316,7 @@ class LohaUpdate(Update):
         return [replace(self, factors=factors) for factors in split]
 
     def swap_halves(self) -> LohaUpdate:
-        halves = {n: exchanged_halves(f) if n.endswith("_a") else f for n, f in self.factors.items()}
+        halves = {n: swap_halves(f) if n.endswith("_a") else f for n, f in self.factors.items()}
         return replace(self, factors=halves)
 
 
@@ -388,7 +388,7 @@ class DoraUpdate(Update):
     def swap_halves(self) -> DoraUpdate:
         if self.by_input:
             return replace(self, update=self.update.swap_halves())
-        magnitude, relative = (None if v is None else exchanged_halves(v) for v in (self.magnitude, self.relative))
+        magnitude, relative = (None if v is None else swap_halves(v) for v in (self.magnitude, self.relative))
         return DoraUpdate(self.update.swap_halves(), magnitude, relative)
 
 
@@ -423,7 +423,7 @@ class OftUpdate(Update):
         """The entries above the diagonal of the skew-symmetric blocks, in diffusers' order."""
         blocks = self.blocks.float()
         if self.original is not None and self.original[1].halves_swapped(self.original[0], self.shape[0], inputs):
-            blocks = exchanged_halves(blocks)
+            blocks = swap_halves(blocks)
         return triangle_of(blocks)
 
 

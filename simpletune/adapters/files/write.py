@@ -25,7 +25,7 @@ from simpletune.adapters.files.updates import (
     fuse,
 )
 from simpletune.adapters.methods.formulas import FLOATS, named_blocks
-from simpletune.engine.tensors import exchanged_halves
+from simpletune.engine.tensors import swap_halves
 from simpletune.models.lora_registry import LAYOUTS, factor_layout, family_of_names, names_of
 from simpletune.models.shared.fused import Rows
 from simpletune.models.shared.lora_encoders import LoraEncoder
@@ -193,9 +193,9 @@ def _magnitudes(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, 
     magnitudes = {layer: update.magnitude for layer, update in updates.items() if update.magnitude is not None}
     exchanged = {layer for layer, update in updates.items() if layout.names.halves_swapped(layer, *update.shape)}
     for layer in exchanged & scales.keys():  # rows are in ComfyUI's order, whatever the names
-        scales[layer] = exchanged_halves(scales[layer])
+        scales[layer] = swap_halves(scales[layer])
     for layer in exchanged & magnitudes.keys() if layout.original else ():
-        magnitudes[layer] = exchanged_halves(magnitudes[layer])
+        magnitudes[layer] = swap_halves(magnitudes[layer])
     convolutions = {layout.module(layer) for layer, update in updates.items() if update.kernel}
     tensors: dict[str, Tensor] = {}
     for module, vector in _by_module(scales, layout).items():

@@ -24,7 +24,7 @@ from simpletune.adapters.methods.formulas import by_norms
 from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, geometry_of, innermost_layer, shape_of
 from simpletune.adapters.methods.lora_layers import Context, UpdateDropout, convolution_gradients, row_norms
 from simpletune.engine.quant.int8_conv import Geometry, Int8Conv2d
-from simpletune.engine.tensors import exchanged_halves, row_blocks
+from simpletune.engine.tensors import row_blocks, swap_halves
 from simpletune.models.shared.lora_layout import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, UP, Layout
 
 
@@ -253,7 +253,7 @@ class DoraLayer(UpdateLayer):
         assert self.shape is not None
         relative = self.exact_gains() * self.squares.sqrt().to(self.magnitude.device)
         if layout.names.halves_swapped(name, self.shape[0], self.shape[1]):
-            relative = exchanged_halves(relative)
+            relative = swap_halves(relative)
         state = {DOWN: down, UP: up, DORA_SCALE: relative[:, None]}
         if len(self.shape) == 4:
             state = {role: tensor if tensor.dim() == 4 else tensor[:, :, None, None] for role, tensor in state.items()}

@@ -41,11 +41,11 @@ class Full(TrainingMethod):
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write diffusers' folder of the denoiser, ``transformer/`` or ``unet/``: config.json and
         diffusion_pytorch_model.safetensors."""
-        from simpletune.engine.fsdp.rank_zero import own_class, rank_zero_driver, write_divided_folder
+        from simpletune.engine.fsdp.rank_zero import rank_zero_driver, restore_class, write_divided_folder
         from simpletune.system.model_folder import write_model_folder
 
         leading = rank_zero_driver(model)
-        with nullcontext() if leading is None else own_class(model):
+        with nullcontext() if leading is None else restore_class(model):
             family = family_of_config({**getattr(model, "config", {}), "_class_name": type(model).__name__})
             place, whole = folder / family.denoiser, family.architecture.whole_tensors(model)
             if leading is None:

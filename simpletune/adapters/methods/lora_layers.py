@@ -24,7 +24,7 @@ from peft.tuners.lora.layer import Conv2d, Linear, LoraLayer, LoraVariant
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.layers import ADAPTER, geometry_of
-from simpletune.engine.quant.frozen_product import Packed, multiplied
+from simpletune.engine.quant.frozen_product import Packed, multiply
 from simpletune.engine.quant.int8_conv import Geometry
 
 TINY = 1e-30
@@ -109,7 +109,7 @@ class _Updated(torch.autograd.Function):
         bias: Tensor | None,
         *packed: Tensor,
     ) -> Tensor:
-        y = multiplied(x, (unpack, constants, packed), bias)
+        y = multiply(x, (unpack, constants, packed), bias)
         ctx.save_for_backward(*_add(y, x, a, b, scale), *packed)
         ctx.scale, ctx.unpack, ctx.constants = scale, unpack, constants
         return y

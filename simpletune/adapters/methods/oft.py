@@ -87,7 +87,7 @@ class Oft(LayerMethod):
         from simpletune.adapters.methods.formulas import named_blocks, upper
         from simpletune.adapters.methods.layers import outer_layers
         from simpletune.adapters.methods.oft_layer import OftLayer
-        from simpletune.engine.tensors import exchanged_halves
+        from simpletune.engine.tensors import swap_halves
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, OftLayer)}
@@ -95,5 +95,5 @@ class Oft(LayerMethod):
         for name, layer in layers.items():
             blocks[name] = upper(layer.oft_triangle.detach(), layer.side)
             if layout.original and layout.names.halves_swapped(name, *(layer.shape or ())[:2]):
-                blocks[name] = exchanged_halves(blocks[name])
+                blocks[name] = swap_halves(blocks[name])
         return write_safetensors(named_blocks(blocks, layout), folder / OUTPUT, metadata)

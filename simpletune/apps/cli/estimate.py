@@ -40,7 +40,7 @@ def estimate(args: argparse.Namespace) -> None:
             "--compare: takes one card. Compare configurations on one, or one configuration on several cards"
         )
     from simpletune.estimate.estimate_command import compare_configs, estimate_config
-    from simpletune.estimate.simulate.processes import one_of
+    from simpletune.estimate.simulate.processes import simulate_one_of
 
     if args.processes < 1 or (args.compare and args.processes > 1):
         raise UserError("--processes: use a number of at least 1, without --compare, or leave it out")
@@ -53,7 +53,7 @@ def estimate(args: argparse.Namespace) -> None:
         raise UserError(
             "--processes: hours and prices are predicted for one process only. Name one card, or leave out --processes"
         )
-    with one_of(args.processes):
+    with simulate_one_of(args.processes):
         print(estimate_config(args.config, args.overrides, args.device, args.reserve, args.json, args.prices))
 
 
@@ -89,10 +89,10 @@ def plan(args: argparse.Namespace) -> None:
 
     cards = [find_card(name) for name in names]  # before torch is imported, which takes seconds
     _import()
-    from simpletune.estimate.plan_command import batches, plan_config
+    from simpletune.estimate.plan_command import describe_batches, plan_config
 
     if args.batches:
-        print(batches(args.config, args.overrides, names, args.json))
+        print(describe_batches(args.config, args.overrides, names, args.json))
         return
     settings = plan_config(
         args.config,

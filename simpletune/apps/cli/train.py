@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simpletune.apps.cli.arguments import add_config, read_config_arguments
-from simpletune.system.shell import to_paste
-from simpletune.system.signals import Stopped, listening
+from simpletune.system.shell import quote_command
+from simpletune.system.signals import Stopped, handle_signals
 from simpletune.system.startup import import_libraries
 
 STARTED = time.perf_counter()
@@ -24,7 +24,7 @@ def train(args: argparse.Namespace) -> None:
     """prepare the data, train, validate and export; given a folder of pictures, write its configuration first"""
     args.config = find_or_write_config(args.config, args.overrides)
     config = read_config_arguments(args)
-    with listening():
+    with handle_signals():
         try:
             from simpletune.runs.checkpoint_folders import require_resumable
 
@@ -35,7 +35,7 @@ def train(args: argparse.Namespace) -> None:
             run(config, args.resume, STARTED, args.force, args.estimate)
         except Stopped as stopped:
             flags = [f"--{name}" for name in ("force", "estimate") if getattr(args, name)]
-            command = to_paste("simpletune", "train", args.config, *args.overrides, *flags, "--resume", "auto")
+            command = quote_command("simpletune", "train", args.config, *args.overrides, *flags, "--resume", "auto")
             stopped.args = (f"{stopped}. To continue: {command}",)
             raise
 
@@ -66,7 +66,7 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def finish(args: argparse.Namespace) -> None:
     """export a stopped run's checkpoint as its result, without training"""
-    with listening():
+    with handle_signals():
         import_libraries()
         from simpletune.training.finish_early import finish_early
 
@@ -98,7 +98,7 @@ def schema(args: argparse.Namespace) -> None:
 def prepare(args: argparse.Namespace) -> None:
     """encode prompts and pictures into the cache and stop"""
     config = read_config_arguments(args)
-    with listening():
+    with handle_signals():
         import_libraries()
         from simpletune.training.prepare import prepare_only
 

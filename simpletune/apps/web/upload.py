@@ -29,7 +29,7 @@ from simpletune.data.sources.masks import LABEL
 from simpletune.data.sources.source import UnusableImage
 from simpletune.data.sources.walk import MAX_BYTES, OTHER_IMAGES, SUFFIXES, read_regular, too_large
 from simpletune.system.atomic import remove, remove_stale, temporary_path
-from simpletune.system.disk import DiskFull, existing, format_bytes, free_disk_bytes, reason_full
+from simpletune.system.disk import DiskFull, describe_full_disk, existing_parent, format_bytes, free_disk_bytes
 from simpletune.system.options import UserError, plural
 from simpletune.system.portable import flush_to_disk
 from simpletune.system.printable import STEERING, printable_name
@@ -341,7 +341,7 @@ class Upload:
         try:
             yield
         except OSError as error:
-            kind = reason_full(error)
+            kind = describe_full_disk(error)
             if kind is None:
                 raise
             raise _disk_full(self.folder, f"{kind}, so nothing of this upload was kept") from None
@@ -420,7 +420,7 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def _disk_full(folder: Path, what: str) -> DiskFull:
-    return DiskFull(f"The disk of {existing(folder.parent)} {what}. Free some space, then upload again")
+    return DiskFull(f"The disk of {existing_parent(folder.parent)} {what}. Free some space, then upload again")
 
 
 def _check_ratio(size: int, packed: int) -> None:

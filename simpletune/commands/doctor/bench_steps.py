@@ -25,7 +25,7 @@ from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import stays_on_host
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import assemble
-from simpletune.system.console import silent
+from simpletune.system.console import silence
 from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.gpus import card_named_by_driver
 from simpletune.system.options import ConfigError, Json
@@ -124,7 +124,7 @@ def run_config(overrides: Sequence[str], capability: tuple[int, int] | None) -> 
     """
     base = ("schedule.warmup_steps=0", "data.path=demo:pictures", "precision.compute=auto")
     tiny = () if capability else TINY
-    with silent():
+    with silence():
         config, _ = read_config(Path("sd3_medium_lora_r16_int8"), [*base, *overrides, *tiny])
         return resolve_model_folder(settle_compute(config, capability))
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Level, Machine
-from simpletune.system.devices import ALLOCATOR, BF16_FROM, CUDA_13_FROM, EXPANDABLE, FIXED, sm, under_wsl
+from simpletune.system.devices import ALLOCATOR, BF16_FROM, CUDA_13_FROM, EXPANDABLE, FIXED, is_under_wsl, sm
 from simpletune.system.disk import format_bytes
 from simpletune.system.notify import VARIABLE, Message, find_receiver
 from simpletune.system.options import UserError, plural
-from simpletune.system.shell import install
+from simpletune.system.shell import install_command
 
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
@@ -51,7 +51,7 @@ def python(machine: Machine) -> Iterator[Finding]:
 def in_wsl(machine: Machine) -> bool:
     """Return whether this is Linux inside Windows."""
     name, release = machine.system
-    return name == "Linux" and under_wsl(release)
+    return name == "Linux" and is_under_wsl(release)
 
 
 def system(machine: Machine) -> Iterator[Finding]:
@@ -424,7 +424,7 @@ def bitsandbytes(machine: Machine) -> Iterator[Finding]:
     """Check whether bitsandbytes loads its library for the device."""
     answer, has_card = machine.ask("bitsandbytes"), bool(machine.ask("torch").get("devices"))
     why = "nf4 weights and 8-bit optimizers need it"
-    remedy = f"Install it again: {install('--force-reinstall', '--no-deps', 'bitsandbytes')}"
+    remedy = f"Install it again: {install_command('--force-reinstall', '--no-deps', 'bitsandbytes')}"
     if "error" in answer:
         yield Finding("bitsandbytes", PROBLEM, answer["error"], why, remedy)
     elif has_card and not answer["cuda"]:

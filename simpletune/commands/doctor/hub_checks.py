@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simpletune.commands.doctor.machine import OK, WARNING, Finding, Machine
-from simpletune.system.shell import log_in
+from simpletune.system.shell import login_command
 
 FILE = "model_index.json"
 SECONDS = 5.0  # timeout for the hub
 
 
 def login_words() -> str:
-    return f"Run `{log_in()}`, or set HF_TOKEN"
+    return f"Run `{login_command()}`, or set HF_TOKEN"
 
 
 def login(machine: Machine) -> Iterator[Finding]:

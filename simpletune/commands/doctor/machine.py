@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from simpletune.commands.doctor.probe import ProbeProcess
-from simpletune.system.disk import existing, free_disk_bytes
+from simpletune.system.disk import existing_parent, free_disk_bytes
 from simpletune.system.options import Json
 from simpletune.system.portable import locked_memory_limit
 
@@ -99,11 +99,11 @@ class Machine:
 
     def free(self, folder: Path) -> tuple[int, int]:
         """Return the device number of a folder's disk, and its free bytes."""
-        return existing(folder).stat().st_dev, free_disk_bytes(folder)
+        return existing_parent(folder).stat().st_dev, free_disk_bytes(folder)
 
     def require_writable(self, folder: Path) -> None:
         """Write a file to a folder, or to the existing folder in which it would be created."""
-        with tempfile.TemporaryFile(dir=existing(folder)) as file:
+        with tempfile.TemporaryFile(dir=existing_parent(folder)) as file:
             file.write(b"simpletune doctor")
             file.flush()
 

@@ -148,9 +148,9 @@ def int8_facts() -> Json:
     """Return why the card cannot multiply in int8, or None."""
     import torch
 
-    from simpletune.engine.quant.int8_products import why_not
+    from simpletune.engine.quant.int8_products import int8_problem
 
-    reason = why_not(torch.device("cuda", torch.cuda.current_device()))
+    reason = int8_problem(torch.device("cuda", torch.cuda.current_device()))
     return {"why_not": reason, "triton": None if reason else version("triton")}
 
 

@@ -19,7 +19,7 @@ from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.generate_memory import decoding_bytes, generation_bytes
 from simpletune.estimate.job_estimate import MIB, shortage
-from simpletune.estimate.job_time import alone, speeds_of
+from simpletune.estimate.job_time import section_seconds, speeds_of
 from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.estimate.simulate.reports import SIMULATED
 from simpletune.estimate.simulate.simulate_stages import Recorders, accounting_of, simulate_stage
@@ -29,11 +29,11 @@ from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.speeds import CalibratedSpeeds, Speeds
 from simpletune.models.text.encoder import BATCH
 from simpletune.runs.weights import precision_of
-from simpletune.system.console import duration, say, silent
+from simpletune.system.console import duration, say, silence
 from simpletune.system.environment import cpu_name
 from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
-from simpletune.system.startup import without_collection
+from simpletune.system.startup import pause_collection
 
 CAPABILITY = (8, 9)  # without a card: an L4's
 
@@ -58,21 +58,21 @@ def estimate_stages(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], missi
         # all prompts, as if none were cached
         taken = simulate_stage(config, "text", card[0].capability if card else CAPABILITY, recorders).bytes
         prompts = len({text for shot in plan.shots for text in shot.request.texts})
-        once = sum(alone(recorder.sections, speeds) for recorder in recorders.values())
+        once = sum(section_seconds(recorder.sections, speeds) for recorder in recorders.values())
         stages["text"] = StageEstimate(taken, prompts / (2 * BATCH) * once)
         batch = min(plan.session.speed.batch_size, len(plan.shots))  # pictures generated together
         generation, precision = Recorder(on_card), precision_of(config, plan.points[-1].weights)
         size = generation_bytes(config, first, precision, batch, generation)
         steps = first.steps / min(SIMULATED, first.steps) / batch
-        stages["draw"] = StageEstimate(size, missing * steps * alone(generation.sections, speeds))
+        stages["draw"] = StageEstimate(size, missing * steps * section_seconds(generation.sections, speeds))
         decoding = Recorder(on_card)
         size = decoding_bytes(config, first, decoding)
-        stages["decode"] = StageEstimate(size, missing * alone(decoding.sections, speeds))
+        stages["decode"] = StageEstimate(size, missing * section_seconds(decoding.sections, speeds))
     images = len(plan.points) * len(plan.shots) + len(plan.real)
     for about in encoders:
         seen = Recorder(on_card)
         size = encoding_bytes(about, seen)
-        stages[about.title] = StageEstimate(size, images * alone(seen.sections, speeds))
+        stages[about.title] = StageEstimate(size, images * section_seconds(seen.sections, speeds))
     forget_values()
     say(f"predict by speeds {source}")
     for name, stage in stages.items():
@@ -102,7 +102,7 @@ def speeds_at_hand(cache: Path, card: Card | None) -> tuple[Speeds, str]:
 def encoding_bytes(about: EncoderInfo, recorder: Recorder) -> int:
     """Return the peak memory of one picture in an encoder; record the operations."""
     kind = about.kind
-    with fake_tensors(), without_collection(), silent():
+    with fake_tensors(), pause_collection(), silence():
         model = kind.empty(about).float()
         side = kind.side(model.config)
         with accounting_of(all_tensors(model), recorder) as accounting, torch.no_grad():

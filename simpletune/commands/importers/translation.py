@@ -19,7 +19,7 @@ from simpletune.config.schema import TrainConfig, run_name
 from simpletune.models.families import FAMILIES, family_by_name, family_of
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.system.devices import under_wsl
+from simpletune.system.devices import is_under_wsl
 from simpletune.system.options import Json, UserError, union_of
 from simpletune.system.package import ASSETS
 from simpletune.system.printable import printable
@@ -236,7 +236,7 @@ class Translation:
 
 def local_path(value: object) -> object:
     """Under WSL, a path of Windows as it is called there; anything else unchanged."""
-    if not under_wsl():
+    if not is_under_wsl():
         return value
     if isinstance(value, list):
         return [local_path(each) for each in value]

@@ -28,7 +28,7 @@ from simpletune.data.sources.masks import LABEL
 from simpletune.data.split import split_images
 from simpletune.models.families import FAMILIES, family_by_name, family_of
 from simpletune.models.shared.family import Family
-from simpletune.system.console import silent
+from simpletune.system.console import silence
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, UserError, join_names, plural
 from simpletune.system.printable import printable_name
@@ -577,7 +577,7 @@ def suggest(
     questions, and the caller puts them into the configuration."""
     chosen = chosen or {}
     if seen is None:
-        with silent():
+        with silence():
             seen = inspect_folder(folder, data_fields(chosen))
     choices = Choices(seen, answers, device, chosen)
     choices.choose_base()

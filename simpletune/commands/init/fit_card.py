@@ -12,7 +12,7 @@ from simpletune.commands.doctor.machine import OK, Finding, Machine
 from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.commands.init.choices import PROFILES, Reason, Suggestion
 from simpletune.config.load import validate
-from simpletune.system.console import say, silent
+from simpletune.system.console import say, silence
 from simpletune.system.gpus import Card, card_named_by_driver
 from simpletune.system.hub import is_hub_name
 from simpletune.system.options import Json, UserError
@@ -68,12 +68,12 @@ def _predict_peak(data: Json, card: Card) -> tuple[str, bool]:
     from simpletune.estimate.job_estimate import MIB, estimate
 
     say(f"{'predict':<10} {data.get('memory', {}).get('profile') or 'memory'} on {card.name}")
-    with silent():
+    with silence():
         config = resolve_model_folder(validate(data, data["name"]))
         require_model_rules(config)
         config = settle_compute(settle_modulation(config, on_host=False), card.capability)
     found = estimate(config, card.capability)
-    words = f"{found.needed() / MIB:,.0f} MiB of the card's {card.bytes / MIB:,.0f} with allowances"
+    words = f"{found.needed_bytes() / MIB:,.0f} MiB of the card's {card.bytes / MIB:,.0f} with allowances"
     return f"{words}, most in the stage {found.peak_stage}", found.fits(card)
 
 

@@ -30,7 +30,7 @@ from simpletune.system.console import note, say
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.printable import printable
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 
 CPU = "cpu"
 
@@ -167,16 +167,16 @@ def _command(
     fields = {path: value for path, value in choice.overrides.items() if path != "trigger"}
     words = [*overrides, *as_overrides(fields), *options]
     if trigger is None:
-        return to_paste("simpletune", verb, folder, *words)
-    init = to_paste("simpletune", "init", folder, *words, "--trigger", trigger)
-    return init if verb == "init" else f"{init} && {to_paste('simpletune', 'train', folder)}"
+        return quote_command("simpletune", verb, folder, *words)
+    init = quote_command("simpletune", "init", folder, *words, "--trigger", trigger)
+    return init if verb == "init" else f"{init} && {quote_command('simpletune', 'train', folder)}"
 
 
 def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
     from simpletune.commands.init.fit_card import model_findings
 
     if why_none:
-        yield f"{'card':<10} none: {why_none}. {to_paste('simpletune', 'doctor')} says more"
+        yield f"{'card':<10} none: {why_none}. {quote_command('simpletune', 'doctor')} says more"
     for reason in suggestion.reasons:
         yield f"  {reason.path} {reason.value}: {reason.why}{reason.override and f': {reason.override}'}"
     for line in suggestion.notes:
@@ -186,7 +186,7 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
             for number, line in enumerate(finding.lines()):
                 yield f"{'model' if number == 0 else '':<10} {line.strip()}"
     yield f"{'written':<10} {out}"
-    yield f"{'next':<10} {to_paste('simpletune', 'check', out)}; {to_paste('simpletune', 'train', out)}"
+    yield f"{'next':<10} {quote_command('simpletune', 'check', out)}; {quote_command('simpletune', 'train', out)}"
 
 
 def reads_folder(folder: Path, source: Source) -> bool:
@@ -202,7 +202,7 @@ def config_for(folder: Path, overrides: Sequence[str] = (), verb: str = "train")
         of_data = [override for override in overrides if override.startswith("data.")]
         init_command(folder, Answers(), quiet=True, overrides=of_data, verb=verb)
     config, _ = read_config(file)
-    init = to_paste("simpletune", "init", folder)
+    init = quote_command("simpletune", "init", folder)
     if not any(reads_folder(folder, source) for source in config.data.members):
         raise UserError(
             f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "

@@ -25,7 +25,7 @@ from simpletune.data.sources.walk import SUFFIXES, USUAL, read_regular, walk
 from simpletune.runs.folder import METRICS, SUMMARY
 from simpletune.system.options import Json, UserError, join_names, plural
 from simpletune.system.printable import printable_name
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 
 Captions = Literal["files", "names", "none"]
 WORDS = 2  # words in a file name that describes its picture
@@ -141,7 +141,7 @@ def inspect_folder(folder: Path, chosen: Json | None = None) -> FolderContents:
         for source, endings in (("table", TABLES), ("stream", SHARDS)):
             if any(file.name.lower().endswith(endings) for file in found.others):
                 kinds = "tables of pictures" if source == "table" else "shards"
-                command = to_paste("simpletune", "train", "CONFIG", f"data.source={source}", f"data.path={folder}")
+                command = quote_command("simpletune", "train", "CONFIG", f"data.source={source}", f"data.path={folder}")
                 remedy = f"It holds {kinds}: {command} trains on them"
         raise UserError(f"{folder} contains no pictures ({USUAL}).{rejected} {remedy}")
     by_split = split_names(folder, found.images)

@@ -17,7 +17,7 @@ from simpletune.data.demo import MODELS
 from simpletune.models.shared.single_file import is_single_file
 from simpletune.models.text.clip import ClipEncoder
 from simpletune.models.text.encoder import TextEncoder
-from simpletune.system.hub import HubPart, Repository, in_cache, is_hub_name
+from simpletune.system.hub import HubPart, Repository, cached_folder, is_hub_name
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def tokenizer_folder(config: TrainConfig, part: str) -> Path | None:
         return None
     if is_hub_name(value):
         revision = config.model.revision if field == "pretrained" else None
-        return in_cache(HubPart(Repository(value, revision), part, False))
+        return cached_folder(HubPart(Repository(value, revision), part, False))
     folder = Path(value) / part
     return folder if (folder / "vocab.json").exists() or (folder / "tokenizer.json").exists() else None
 

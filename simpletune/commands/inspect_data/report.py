@@ -29,7 +29,7 @@ from simpletune.data.source_mix import SOURCE_COLUMNS, source_rows
 from simpletune.data.sources.image_files import decode_image
 from simpletune.data.sources.source import SourceImage, UnusableImage
 from simpletune.runs.report.page import page_style, page_template
-from simpletune.system.console import say, silent
+from simpletune.system.console import say, silence
 from simpletune.system.options import UserError, first_lines, plural
 from simpletune.system.printable import printable_name
 from simpletune.system.sheets import shorten_to_width
@@ -57,7 +57,7 @@ def report(
         shown: the most pictures that the sheet and the page show.
         about: what the sizes are for, in a sentence.
     """
-    with silent() if as_figures else nullcontext():
+    with silence() if as_figures else nullcontext():
         found = scan_dataset(resolve_data_folder(config), shown, tuple(source.path for source in config.data.members))
     found.notes = (*([about] if about else []), *found.notes)
     if as_figures:

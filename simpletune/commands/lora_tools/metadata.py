@@ -157,7 +157,7 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
     yield "ss_gradient_accumulation_steps", str(train.accumulation)
     yield "ss_seed", str(train.seed)
     yield "ss_resolution", f"({width}, {height})"
-    yield "ss_mixed_precision", {"fp32": "no"}.get(config.precision.settled, config.precision.settled)
+    yield "ss_mixed_precision", {"fp32": "no"}.get(config.precision.settled_compute, config.precision.settled_compute)
     yield "ss_gradient_checkpointing", str(config.memory.checkpointing != "none")
     if steps is not None:
         yield "ss_steps", str(steps)

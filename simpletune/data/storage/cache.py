@@ -172,7 +172,7 @@ class FileCache(KeyedFolder, Cache):
         if not damage():
             return
         place = int(file.stem[:15], 16)  # of its key
-        with Ranges(self._lock) as ranges, ranges.held(place, place, wait=True):
+        with Ranges(self._lock) as ranges, ranges.hold(place, place, wait=True):
             if reason := damage():  # unless another process has replaced it meanwhile
                 self.sound = {key for key in self.sound if self.file(key) != file}
                 with suppress(FileNotFoundError):  # ``load`` of another process has set it aside
@@ -205,7 +205,7 @@ class FileCache(KeyedFolder, Cache):
         for part in self.folder.glob(".*.part"):
             digits = re.match("[0-9a-f]{0,15}", part.name[1:])  # digits of the key's hash
             place = int((digits and digits[0]) or "0", 16)
-            with ranges.held(place, place) as claimed:
+            with ranges.hold(place, place) as claimed:
                 if claimed and ranges.sure:  # otherwise its writer may be running
                     remove(part)
 

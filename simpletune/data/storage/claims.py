@@ -110,7 +110,7 @@ class KeyedFolder(ABC):
         held: list[list[str]] = []
         while tried:
             group = [key for key in tried.pop() if not is_done(key)]
-            with ranges.held(*_range(group)) if group else nullcontext(False) as claimed:
+            with ranges.hold(*_range(group)) if group else nullcontext(False) as claimed:
                 if claimed:
                     yield group
                 elif len(group) > 1:  # another process holds part of it
@@ -121,7 +121,7 @@ class KeyedFolder(ABC):
         if waiting:
             say(f"cache   waiting for {plural(len(waiting), 'file')} of {self.folder} that other processes encode")
         for group in waiting:
-            with ranges.held(*_range(group), wait=True):
+            with ranges.hold(*_range(group), wait=True):
                 yield group
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from simpletune.system.atomic import atomic_file, is_abandoned
-from simpletune.system.disk import reason_full
+from simpletune.system.disk import describe_full_disk
 from simpletune.system.locks import Ranges
 
 SPARE = 8  # an eighth of the limit is freed at once, so that the folder is not searched for every sample
@@ -67,7 +67,7 @@ class LocalCopies:
             os.replace(part, file)
         except OSError as error:
             part.unlink(missing_ok=True)
-            if reason_full(error) is None:
+            if describe_full_disk(error) is None:
                 raise
             self.trim(self.limit // 2)  # the disk is full: what was read need not be kept
             return False
@@ -94,7 +94,7 @@ class LocalCopies:
     def trim(self, most: int) -> None:
         """Remove the least recently used files until at most ``most`` bytes are left."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with Ranges(self.folder / ".lock") as ranges, ranges.held(0, 0) as alone:
+        with Ranges(self.folder / ".lock") as ranges, ranges.hold(0, 0) as alone:
             if not alone:  # another process is trimming
                 return
             self._remove_oldest(most)

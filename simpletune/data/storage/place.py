@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from simpletune.system.processes import processes_here
+from simpletune.system.processes import local_process_count
 
 if TYPE_CHECKING:
     from simpletune.data.storage.cache import Cache
@@ -68,5 +68,5 @@ def open_cache(place: CachePlace | Path, kind: str, name: str = "") -> Cache:
     from simpletune.system.stores.object_store import ObjectStore
 
     store = ObjectStore("/".join(filter(None, (place.url, kind, name))), "output.cache")
-    copies = LocalCopies(place.local / PART, place.limit, processes_here())
+    copies = LocalCopies(place.local / PART, place.limit, local_process_count())
     return ShardCache(folder, ShardStore(store, folder / "stored"), copies, f"{kind}/{name}")

@@ -283,7 +283,7 @@ class ShardWriter:
         """
         if self.shards.store.read_only or not self.staged.folder.is_dir():
             return
-        with Ranges(self.staged.folder.parent / "joining.lock") as ranges, ranges.held(0, 0, wait) as alone:
+        with Ranges(self.staged.folder.parent / "joining.lock") as ranges, ranges.hold(0, 0, wait) as alone:
             if not alone:
                 return
             self._new = (0, 0)

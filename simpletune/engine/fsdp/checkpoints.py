@@ -21,10 +21,10 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, distributed, nn
 
-from simpletune.engine.fsdp.fsdp_model import FsdpModel, fsdp_model, held_parameters
+from simpletune.engine.fsdp.fsdp_model import FsdpModel, fsdp_model, local_parameters
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.options import OptimizerOption
-from simpletune.engine.optim.place import ParameterRange, StatePiece, joined_state
+from simpletune.engine.optim.place import ParameterRange, StatePiece, join_state
 from simpletune.engine.optim.state import STATE_KEY, State, state_to_tensors
 from simpletune.engine.tensors import trained_parameters
 from simpletune.system.atomic import write_json
@@ -108,14 +108,15 @@ def _write_own(
 
 
 def _state_name(key: str, names: Sequence[str]) -> str:
-    """``12.exp_avg`` -> ``blocks.0.weight/exp_avg``; ``names`` are the parameters', in the optimizer's order."""
+    """Name a state for a file: ``12.exp_avg`` -> ``blocks.0.weight/exp_avg``; ``names`` are the parameters', in the
+    optimizer's order."""
     match = STATE_KEY.match(key)
     assert match is not None, key
     return f"{names[int(match[1])]}/{match[2]}"
 
 
 def _by_state_name(scalars: Json, names: Sequence[str]) -> Json:
-    """What ``state_to_tensors`` returned beside tensors, by ``PARAMETER/STATE``."""
+    """Return what ``state_to_tensors`` returned beside tensors, by ``PARAMETER/STATE``."""
     return {
         "values": {_state_name(key, names): value for key, value in scalars["values"].items()},
         "shared": {_state_name(key, names): _state_name(source, names) for key, source in scalars["shared"].items()},
@@ -134,7 +135,7 @@ def require_written(every: list[Json], folder: Path) -> None:
 
 
 class NonFinite(UserError):
-    """Reports parameters that are not finite, in any process, by their names."""
+    """An error that names parameters that are not finite, in any process."""
 
     def __init__(self, names: list[str]):
         super().__init__(f"{len(names)} trained parameters are non-finite ({join_names(names, LISTED)})")
@@ -150,18 +151,18 @@ def restore_parts(
         files: those of the weights and of the state: the index, or the one file.
         scalars: other values of the state, for a checkpoint in one file.
     """
-    held, whole = held_parameters(model), trained_parameters(model)
+    held, whole = local_parameters(model), trained_parameters(model)
     with torch.no_grad():
-        for name, rows in held_rows(model, WeightReader([files[0]])):
+        for name, rows in load_rows(model, WeightReader([files[0]])):
             held[name].copy_(rows)
     sizes = {name: parameter.numel() for name, parameter in whole.items()}
     restore_states(option, optimizer, parameter_ranges(model), SavedStates(files[1], sizes, scalars))
 
 
-def held_rows(model: nn.Module, reader: WeightReader) -> Iterator[tuple[str, Tensor]]:
+def load_rows(model: nn.Module, reader: WeightReader) -> Iterator[tuple[str, Tensor]]:
     """Load this process's rows of each trained parameter, one after the other."""
     fsdp = fsdp_model(model)
-    for name, parameter in held_parameters(model).items():
+    for name, parameter in local_parameters(model).items():
         if fsdp is None:
             yield name, reader.get(name)
         else:
@@ -170,7 +171,7 @@ def held_rows(model: nn.Module, reader: WeightReader) -> Iterator[tuple[str, Ten
 
 
 def parameter_ranges(model: nn.Module) -> dict[str, ParameterRange]:
-    """The places, in the whole parameters, of the parts that this process updates, by name."""
+    """Return the places, in the whole parameters, of the parts that this process updates, by name."""
     fsdp = fsdp_model(model)
     if fsdp is not None:
         return dict(zip(fsdp.held, fsdp.places, strict=True))
@@ -207,7 +208,7 @@ class SavedStates:
             self._files.append(_StateFile(reader, {name: name for name in reader.names}, about))
 
     def pieces(self, name: str, start: int, stop: int) -> list[StatePiece]:
-        """The pieces that overlap a parameter's elements ``start`` to ``stop``; empty if it has no state yet."""
+        """Return the pieces that overlap a parameter's elements ``start`` to ``stop``; empty if it has no state yet."""
         return [
             StatePiece(begin, end, values)
             for (begin, end), file in zip(self._parts[name], self._files, strict=True)
@@ -220,7 +221,9 @@ class _StateFile:
     ``PARAMETER/STATE``."""
 
     def __init__(self, reader: WeightReader, named: Mapping[str, str], about: Json):
-        self._reader, self._named, self._about = reader, named, about
+        self._reader = reader
+        self._named = named
+        self._about = about
         self._keys: dict[str, list[str]] = {}
         for key in (*named, *about["values"], *about["shared"]):
             self._keys.setdefault(key.rpartition("/")[0], []).append(key)
@@ -244,7 +247,7 @@ def restore_states(
     for (name, place), parameter in zip(places.items(), parameters, strict=True):
         stop = place.start + parameter.numel()
         pieces = saved.pieces(name, place.start, stop)
-        state = joined_state(pieces, place.start, stop) if pieces else {}
+        state = join_state(pieces, place.start, stop) if pieces else {}
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 optimizer.state[parameter][key] = value
@@ -257,8 +260,8 @@ def restore_states(
 
 
 def require_shared(folder: Path, fsdp: FsdpModel) -> None:
-    """Check that all processes see the run's folder, into which each writes its part of a checkpoint; it exists in the
-    first process."""
+    """Check that all processes see the run's folder, which exists in the first; each writes its part of a checkpoint
+    into it."""
     mark = folder / ".fsdp.part"
     if fsdp.rank == 0:
         mark.touch()

@@ -62,7 +62,7 @@ class FsdpModel:
         for number, (name, whole) in enumerate(trained_parameters(model).items()):
             starts = process_starts(tuple(whole.shape), self.processes)
             with torch.no_grad():
-                held = nn.Parameter(local(whole).detach())
+                held = nn.Parameter(local_rows(whole).detach())
             place = ParameterRange(number, starts[self.rank], starts[-1])
             self.shards[name] = ParameterPart(whole, held, starts, place)
         self.held = {name: shard.held for name, shard in self.shards.items() if shard.held.numel()}
@@ -73,17 +73,17 @@ class FsdpModel:
         model.__dict__[KEY] = self
 
     def take_gradients(self) -> list[nn.Parameter]:
-        """Move the gradients, summed over the processes, to this process's parts; returns the whole parameters that
-        have a gradient, the same in all processes."""
+        """Move the gradients, summed over the processes, to this process's parts; return the whole parameters that have
+        a gradient, the same in all processes."""
         found = []
         for shard in self.shards.values():
             gradient, shard.whole.grad = shard.whole.grad, None
-            shard.held.grad = None if gradient is None or not shard.held.numel() else local(gradient)
+            shard.held.grad = None if gradient is None or not shard.held.numel() else local_rows(gradient)
             found += [] if gradient is None else [shard.whole]
         return found
 
     def norms(self, trained: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The fp32 norms of the gradients of what ``take_gradients`` returned, whole, computed with one exchange."""
+        """Compute the fp32 norms of the gradients of what ``take_gradients`` returned, whole, with one exchange."""
         held = {shard.whole: shard.held for shard in self.shards.values()}
         own = [held[parameter].grad for parameter in trained]
         there = [gradient for gradient in own if gradient is not None]
@@ -109,8 +109,8 @@ class FsdpModel:
         self.units[-1].reset_iter_state()  # type: ignore[operator]
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This process's rows of a ``DTensor``."""
+def local_rows(tensor: Tensor) -> Tensor:
+    """Return this process's rows of a ``DTensor``."""
     from torch.distributed.tensor import DTensor  # takes half a second
 
     assert isinstance(tensor, DTensor)
@@ -118,19 +118,19 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def process_starts(shape: Sequence[int], processes: int) -> tuple[int, ...]:
-    """The first element of each process's part of a parameter, then the total number of elements. All parts have
+    """Return the first element of each process's part of a parameter, then the total number of elements. All parts have
     equally many rows, except the last ones, which may have fewer or none."""
     each, width = -(-shape[0] // processes), math.prod(shape[1:])
     return tuple(min(number * each, shape[0]) * width for number in range(processes + 1))
 
 
 def fsdp_model(model: nn.Module) -> FsdpModel | None:
-    """A model's ``FsdpModel``; None if it is not sharded."""
+    """Return a model's ``FsdpModel``; None if it is not sharded."""
     found: FsdpModel | None = model.__dict__.get(KEY)
     return found
 
 
-def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters that this process updates, by name: for a sharded model, its parts."""
+def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters that this process updates, by name: for a sharded model, its parts."""
     fsdp = fsdp_model(model)
     return trained_parameters(model) if fsdp is None else fsdp.held

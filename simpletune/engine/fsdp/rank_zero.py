@@ -1,8 +1,8 @@
-"""Let one process evaluate, draw, save and export with a sharded model, while the others follow its instructions.
+"""Let one process evaluate, generate, save and export with a sharded model, while the others follow its instructions.
 
 Between two steps only the first process works, but its forward passes need every process's weights. So it leads: before
 each unit's pass it tells the others to gather that unit's weights with it. If every process ran the same code instead,
-each would load the autoencoder and compute the same pictures, and a failure in one would leave the others in a
+each would load the autoencoder and compute the same images, and a failure in one would leave the others in a
 collective, or pair it with one of training; here an error in the first process stays there, because the others just
 wait for the next instruction.
 """
@@ -40,7 +40,7 @@ class Command(IntEnum):
 
 
 class RankZeroDriver:
-    """Lets the first process lead the others."""
+    """The first process's lead over the others."""
 
     def __init__(self, fsdp: FsdpModel):
         self.fsdp, self._leads = fsdp, False
@@ -85,7 +85,7 @@ class RankZeroDriver:
                     case Command.SWAP_IN:
                         assert average is not None
                         self.fsdp.reshard()
-                        swapped.enter_context(average.in_place())
+                        swapped.enter_context(average.swap_in())
                     case Command.SWAP_OUT:
                         self.fsdp.reshard()
                         swapped.close()
@@ -105,16 +105,16 @@ class RankZeroDriver:
             yield name, gather_parameter(shard, self.fsdp.group)
 
     @contextmanager
-    def swapped(self, average: Average) -> Iterator[None]:
+    def swap(self, average: Average) -> Iterator[None]:
         """Swap an average of this process's parts in within this context; in all processes, while this one leads."""
         if not self._leads:
-            with average.in_place():
+            with average.swap_in():
                 yield
             return
         self.fsdp.reshard()
         self.tell(Command.SWAP_IN)
         try:
-            with average.in_place():
+            with average.swap_in():
                 yield
         finally:
             self.fsdp.reshard()
@@ -130,8 +130,10 @@ class GatheredAverage:
     """An average of a sharded model's weights: swapped in and out in all processes when the first one does so."""
 
     def __init__(self, average: Average, leading: RankZeroDriver):
-        self.update, self.tensors, self.load = average.update, average.tensors, average.load
-        self.in_place = partial(leading.swapped, average)
+        self.update = average.update
+        self.tensors = average.tensors
+        self.load = average.load
+        self.swap_in = partial(leading.swap, average)
 
 
 def gather_parameter(shard: ParameterPart, group: distributed.ProcessGroup) -> Tensor:
@@ -149,7 +151,7 @@ def gather_parameter(shard: ParameterPart, group: distributed.ProcessGroup) -> T
 
 
 def rank_zero_driver(model: nn.Module) -> RankZeroDriver | None:
-    """A model's ``RankZeroDriver``; None if the model is not sharded."""
+    """Return a model's ``RankZeroDriver``; None if the model is not sharded."""
     found: RankZeroDriver | None = model.__dict__.get(KEY)
     return found
 
@@ -158,7 +160,7 @@ def write_divided_folder(
     model: nn.Module, leading: RankZeroDriver, folder: Path, metadata: dict[str, str], instead: Mapping[str, Tensor]
 ) -> Path:
     """Write a sharded diffusers model as ``write_model_folder`` does, in the first process while it leads, within
-    ``own_class``; ``instead`` replaces the model's own tensors of the same names.
+    ``restore_class``; ``instead`` replaces the model's own tensors of the same names.
 
     Parameter by parameter, so that no process ever holds all of it. torch's ``get_model_state_dict`` gathers the same
     file in the first process's memory: for a model of 864 MiB in two processes it took 901 MiB more, this 127 MiB
@@ -179,7 +181,7 @@ def write_divided_folder(
 
 
 @contextmanager
-def own_class(model: nn.Module) -> Iterator[None]:
+def restore_class(model: nn.Module) -> Iterator[None]:
     """Restore a sharded model's own class within this context; torch replaces it by one with another name."""
     divided = type(model)
     own = next((kind for kind in divided.__mro__ if kind.__module__.partition(".")[0] != "torch"), divided)

@@ -35,16 +35,16 @@ class ScaleShift(NamedTuple):
     shift: Tensor
 
 
-class Gated(NamedTuple):
+class GatedTokens(NamedTuple):
     """What a block adds to its tokens: output y [b, n, d] of attention or a feed-forward network, and gate [b, d]."""
 
     y: Tensor
     gate: Tensor
 
 
-def modulated(
+def normalise_and_modulate(
     x: Tensor,  # [b, n, d]
-    added: Gated | None,
+    added: GatedTokens | None,
     modulations: Sequence[ScaleShift],
     eps: float,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -60,26 +60,26 @@ def modulated(
         The sum, which is x itself if nothing is added, and the modulated tokens of each modulation.
     """
     tensors = [x, *(added or ()), *(tensor for each in modulations for tensor in each)]
-    if not in_one_kernel(tensors):
+    if not can_fuse(tensors):
         total = x if added is None else _sum_by_torch(x, *added)
         normed = F.layer_norm(total, (x.shape[-1],), None, None, eps)
         return total, [normed * (1 + each.scale[:, None]) + each.shift[:, None] for each in modulations]
     y, gate = (None, None) if added is None else added
     scales, shifts = zip(*modulations, strict=True)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        total, *outs = _Modulated.apply(x, y, gate, eps, *scales, *shifts)
+        total, *outs = _Modulate.apply(x, y, gate, eps, *scales, *shifts)
         return (x if y is None and not x.requires_grad else total), outs
     *outs, _, _ = CALLS["modulate"](x, y, gate, scales, shifts, eps)
     return (x if y is None else outs.pop()), outs
 
 
-def add_gated(*pairs: tuple[Tensor, Gated]) -> list[Tensor]:  # [b, n, d] each
+def add_gated(*pairs: tuple[Tensor, GatedTokens]) -> list[Tensor]:  # [b, n, d] each
     """Compute x + gate y for each pair of tokens and what is added to them.
 
     Computes the sums after saving everything for the backward pass, so that a checkpoint ends its recomputation before
     them.
     """
-    fused = [in_one_kernel([x, *added]) for x, added in pairs]
+    fused = [can_fuse([x, *added]) for x, added in pairs]
     graphs = [
         torch.is_grad_enabled() and each and any(tensor.requires_grad for tensor in (x, *added))
         for each, (x, added) in zip(fused, pairs, strict=True)
@@ -88,15 +88,15 @@ def add_gated(*pairs: tuple[Tensor, Gated]) -> list[Tensor]:  # [b, n, d] each
     sums = []
     for (x, added), y, in_one, graph in zip(pairs, ready, fused, graphs, strict=True):
         if graph:
-            sums.append(_Added.apply(x, y, added.gate))
+            sums.append(_AddGated.apply(x, y, added.gate))
         else:
             sums.append((CALLS["add_gated"] if in_one else _sum_by_torch)(x, y, added.gate))
     return sums
 
 
-def in_one_kernel(tensors: Sequence[Tensor]) -> bool:
-    """Whether an operator accepts these tensors. Not under autocast, which chooses its own types, or torch's compiler,
-    which fuses by itself."""
+def can_fuse(tensors: Sequence[Tensor]) -> bool:
+    """Return whether an operator accepts these tensors. Not under autocast, which chooses its own types, or torch's
+    compiler, which fuses by itself."""
     first = tensors[0]
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(first.device.type):
         return False
@@ -104,9 +104,9 @@ def in_one_kernel(tensors: Sequence[Tensor]) -> bool:
     return same and first.dtype in TYPES and first.dim() >= 3 and first.shape[-1] <= LONGEST
 
 
-class _Modulated(torch.autograd.Function):
-    """Autograd function of ``modulated``. Passes x through if nothing is added, so that the kernel also sums that use's
-    gradient.
+class _Modulate(torch.autograd.Function):
+    """Autograd function of ``normalise_and_modulate``. Passes x through if nothing is added, so that the kernel also
+    sums that use's gradient.
 
     Saves the sum, and y only if the gate or a modulation has a gradient.
     """
@@ -139,7 +139,7 @@ class _Modulated(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """Return y, and multiply its gradient by the gate: half of ``add_gated``.
+    """The backward half of ``add_gated``: y unchanged, and its gradient multiplied by the gate.
 
     Separate from the sum, which saves nothing: a checkpoint ends its recomputation once the last tensor is saved, and
     so does not recompute the sum.
@@ -157,8 +157,8 @@ class _Gate(torch.autograd.Function):
         return grad_y, own[0] if own else None
 
 
-class _Added(torch.autograd.Function):
-    """Compute x + gate y. Passes the gradient unchanged to x and to y, where ``_Gate`` multiplies it."""
+class _AddGated(torch.autograd.Function):
+    """The sum x + gate y. Passes the gradient unchanged to x and to y, where ``_Gate`` multiplies it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
@@ -194,8 +194,8 @@ def _modulate_backward_by_torch(
     eps: float,
     trains: bool,  # whether gate and modulations have gradients
 ) -> list[Tensor]:
-    """Gradients of x, of y if there is a gate, and, [count, b, d], of each scale and shift in turn, then of the
-    gate."""
+    """Compute the gradients of x, of y if there is a gate, and, [count, b, d], of each scale and shift in turn, then of
+    the gate."""
     wanted, *more = (grad * (1 + scale[:, None]) for grad, scale in zip(grads, scales, strict=True))
     for grad in more:
         wanted = wanted + grad

@@ -25,7 +25,7 @@ WARPS = ((1024, 2), (2048, 4), (4096, 8), (LONGEST, 16))  # warps by the largest
 def _modulate(
     x, y, gate, scale, shift, scale_2, shift_2, total, out, out_2, mean, rstd, n, d, step, eps, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One token: total = x + gate * y, out = norm(total) * (1 + scale) + shift; y: None leaves x as it is."""
+    """Compute one token: total = x + gate * y, out = norm(total) * (1 + scale) + shift; y: None leaves x as it is."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < d
@@ -57,7 +57,8 @@ def _modulate_backward(
     grad, grad_2, grad_total, x, y, gate, scale, scale_2, mean, rstd, grad_x, grad_y, sums, n, d, step, parts,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of a sample: gradients of x and y, and partial sums of those of gate, scales and shifts."""
+    """Compute, for some tokens of a sample, the gradients of x and y, and partial sums of those of gate, scales and
+    shifts."""
     part = tl.program_id(0).to(tl.int64)
     number, first = part // parts, (part % parts) * TOKENS
     at = tl.arange(0, BLOCK)
@@ -116,7 +117,7 @@ def _modulate_backward(
 
 @triton.jit
 def _add(x, y, gate, total, n, d, step, BLOCK: tl.constexpr):
-    """One token: total = x + gate * y."""
+    """Compute one token: total = x + gate * y."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < d
@@ -131,7 +132,7 @@ def _add(x, y, gate, total, n, d, step, BLOCK: tl.constexpr):
 def _gate_backward(
     grad, y, gate, grad_y, sums, n, d, step, parts, BLOCK: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Some tokens of a sample: the gradient of y, and partial sums of the gate's."""
+    """Compute, for some tokens of a sample, the gradient of y, and partial sums of the gate's."""
     part = tl.program_id(0).to(tl.int64)
     number, first = part // parts, (part % parts) * TOKENS
     at = tl.arange(0, BLOCK)
@@ -158,7 +159,8 @@ def block_of(d: int) -> tuple[int, int]:
 def modulate(
     x: Tensor, y: Tensor | None, gate: Tensor | None, scales: Sequence[Tensor], shifts: Sequence[Tensor], eps: float
 ) -> list[Tensor]:
-    """See ``adaln.modulated``; return modulated tokens, the sum if anything is added, mean and inverse deviation."""
+    """Compute ``adaln.normalise_and_modulate``; return modulated tokens, the sum if anything is added, mean and inverse
+    deviation."""
     (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
     x, y = x.contiguous(), None if y is None else y.contiguous()
     step, (gate, *rows) = _of_samples([gate, *scales, *shifts])
@@ -188,7 +190,7 @@ def modulate_backward(
     eps: float,
     trains: bool,
 ) -> list[Tensor]:
-    """See ``adaln._modulate_backward_by_torch``; one or two modulations."""
+    """Compute ``adaln._modulate_backward_by_torch`` of one or two modulations."""
     (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
     grads, x = [grad.contiguous() for grad in grads], x.contiguous()
     grad_total = None if grad_total is None else grad_total.contiguous()
@@ -209,7 +211,7 @@ def modulate_backward(
 
 
 def add_gated(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-    """See ``adaln.add_gated``."""
+    """Compute ``adaln.add_gated``."""
     (b, n, d), (block, warps) = x.shape, block_of(x.shape[2])
     x, y, total = x.contiguous(), y.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     step, (rows,) = _of_samples([gate])

@@ -15,32 +15,29 @@ from simpletune.system.printable import describe_exception
 T = TypeVar("T")
 
 
-def is_of_the_kernel(error: Exception) -> bool:
-    """Whether an error may come from compiling or launching a kernel, not from the device or its memory."""
-    return not (isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or _is_full(error))
+def is_kernel_error(error: Exception) -> bool:
+    """Return whether an error may come from compiling or launching a kernel, not from the device or its memory."""
+    return not (isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or _is_out_of_memory(error))
 
 
-def _is_full(error: Exception) -> bool:
-    """Whether Triton found no memory on the device for a kernel, which it reports as a plain RuntimeError."""
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether Triton found no memory on the device for a kernel, which it reports as a plain RuntimeError."""
     return "Triton Error" in str(error) and "out of memory" in str(error)
 
 
-def with_room(kernel: Callable[[], T]) -> T:
-    """Run a kernel, once more without the memory that torch caches if Triton finds none for it.
-
-    Raises:
-        torch.OutOfMemoryError: there is still none.
-    """
+def run_with_room(kernel: Callable[[], T]) -> T:
+    """Run a kernel, once more without the memory that torch caches if Triton finds none for it. Raises
+    torch.OutOfMemoryError if there is still none."""
     try:
         return kernel()
     except RuntimeError as error:
-        if not _is_full(error):
+        if not _is_out_of_memory(error):
             raise
     torch.cuda.empty_cache()
     try:
         return kernel()
     except RuntimeError as error:
-        if not _is_full(error):
+        if not _is_out_of_memory(error):
             raise
         raise torch.OutOfMemoryError(str(error)) from error
 
@@ -59,16 +56,13 @@ class Fallback:
 
     def run(self, device: torch.device, kernel: Callable[[], T], plain: Callable[[], T]) -> T:
         """Run a kernel, which also imports what it needs, or torch's operators once a kernel has failed on this device.
-
-        Raises:
-            torch.OutOfMemoryError: torch's operators would need more memory still.
-            torch.AcceleratorError: the device is lost.
-        """
+        Raises torch.OutOfMemoryError if torch's operators would need more memory still, and torch.AcceleratorError if
+        the device is lost."""
         if device not in self.failed:
             try:
-                return with_room(kernel)
+                return run_with_room(kernel)
             except Exception as error:
-                if not is_of_the_kernel(error):
+                if not is_kernel_error(error):
                     raise
                 self.failed[device] = describe_exception(error)
                 say(self._warning.format(device=device, reason=self.failed[device]))
@@ -91,8 +85,8 @@ class Fallback:
                 imported only when it is called.
 
         Returns:
-            Calls the operator: on CUDA without the dispatcher, which takes the host longer than the launch, unless
-            somebody watches.
+            A function that calls the operator: on CUDA without the dispatcher, which takes the host longer than the
+            launch, unless a dispatch mode or a profiler watches.
         """
         name = schema.partition("(")[0]
         loaded: list[Callable[..., object]] = [] if isinstance(kernel, str) else [kernel]
@@ -118,13 +112,13 @@ class Fallback:
             if torch.compiler.is_compiling():
                 return operator(first, *rest)
             tensor = first if isinstance(first, Tensor) else first[0]
-            if type(tensor) is not Tensor or not tensor.is_cuda or _watched():
+            if type(tensor) is not Tensor or not tensor.is_cuda or _is_watched():
                 return operator(first, *rest)
             return on_cuda(first, *rest)
 
         return call
 
 
-def _watched() -> bool:
-    """Whether a dispatch mode or a profiler must see operators."""
+def _is_watched() -> bool:
+    """Return whether a dispatch mode or a profiler must see operators."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd._profiler_enabled()

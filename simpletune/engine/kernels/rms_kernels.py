@@ -19,7 +19,7 @@ WARPS = 4
 
 @triton.jit
 def _norm(x, weight, y, rows, d, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Some rows: y = x / sqrt(mean(x^2) + eps) * weight."""
+    """Compute some rows: y = x / sqrt(mean(x^2) + eps) * weight."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (at < d)
@@ -31,7 +31,7 @@ def _norm(x, weight, y, rows, d, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _norm_backward(grad, x, weight, grad_x, sums, rows, d, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Some rows: the gradient of x, and a partial sum of the weight's."""
+    """Compute, for some rows, the gradient of x, and a partial sum of the weight's."""
     part = tl.program_id(0).to(tl.int64)
     row = part * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
@@ -50,7 +50,7 @@ def _norm_backward(grad, x, weight, grad_x, sums, rows, d, eps, ROWS: tl.constex
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., d], [d] -> [..., d]
-    """See ``rms_norm.normed``."""
+    """Compute ``rms_norm.normalise``."""
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d = x.shape[-1]
     rows, count = x.numel() // d, rows_of(d)

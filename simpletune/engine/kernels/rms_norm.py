@@ -15,27 +15,27 @@ import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
-from simpletune.engine.kernels.adaln import in_one_kernel
+from simpletune.engine.kernels.adaln import can_fuse
 from simpletune.engine.kernels.fallback import Fallback
 
 FALLBACK = Fallback("norms of queries and keys by torch's operators on {device}, which is slower: {reason}")
 
 
-def normed(x: Tensor, norm: nn.Module) -> Tensor:  # [b, n, h, d]
+def normalise(x: Tensor, norm: nn.Module) -> Tensor:  # [b, n, h, d]
     """Apply a norm of queries or keys: x / sqrt(mean(x^2) + eps) * weight, over the width of a head. A norm that is not
     diffusers' ``RMSNorm`` is called as it is."""
     weight = norm.weight if type(norm) is RMSNorm and norm.bias is None else None
-    if weight is None or not in_one_kernel([x, weight]):
+    if weight is None or not can_fuse([x, weight]):
         found: Tensor = norm(x)
         return found
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        found = _Normed.apply(x, weight, norm.eps)
+        found = _Normalise.apply(x, weight, norm.eps)
         return found
     return CALLS["rms_norm"](x, weight, norm.eps)
 
 
-class _Normed(torch.autograd.Function):
-    """Autograd function of ``normed``; saves its input."""
+class _Normalise(torch.autograd.Function):
+    """Autograd function of ``normalise``; saves its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,12 +13,12 @@ ROWS = 32
 
 
 def program_count(n: int) -> int:
-    """The number of programs, and so of rows of partial sums, for the n tokens of a sample."""
+    """Return the number of programs, and so of rows of partial sums, for the n tokens of a sample."""
     return -(-n // ROWS)
 
 
 def partial_bytes(x: Tensor, count: int) -> int:  # [b, n, d]
-    """Bytes of the fp32 partial sums for ``count`` gradients of modulations."""
+    """Return the bytes of the fp32 partial sums for ``count`` gradients of modulations."""
     b, n, d = x.shape
     return 4 * count * b * program_count(n) * d
 

@@ -34,7 +34,7 @@ class Memory(Option):
     keep_attention: Literal["all", "none", "auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Checkpointed blocks that keep the output of attention, so that its products are not computed a second time. all:
     every one; a number: only this many, the last ones; auto: the most that fit if checkpointing is auto, otherwise
-    none. Takes as much memory as a block's input: 13 MiB a block of SD3 Medium at 1024 px. Exact."""
+    none. Takes as much memory as the blocks' inputs. Exact."""
     feed_forward: Literal["auto", "block", "alone"] | Annotated[int, Field(ge=64)] = "auto"
     """How checkpointed blocks recompute their feed-forward networks. block: with the block; alone: each by itself,
     later. Where the modulation carries no gradient, as with LoRA on attention, its second product is then not
@@ -47,22 +47,22 @@ class Memory(Option):
     memory that is free at the start, less allowances for the context and for fragmentation."""
     offload_checkpoint_inputs: bool = False
     """Store the inputs of checkpointed blocks, and the outputs that keep_attention keeps, in pinned host memory, and
-    fetch them one block ahead in the backward pass. At 1024 px with batch size 1 the inputs take 311 MiB. Exact."""
+    fetch them one block ahead in the backward pass. Exact."""
     resident_blocks: Annotated[int, Field(ge=0)] | None = None
     """Block offload: how many blocks keep their weights on the device. The weights of the others stay in pinned host
     memory and are copied to the device, one block ahead, for every forward and backward pass; two such blocks are on
     the device at a time. null: all blocks stay on the device. Needs checkpointing all. Exact."""
     crop_positions: bool = True
-    """Crop the position table to the part that the run's pictures need: 12 MiB instead of 108 for SD3 Medium in bf16 at
-    1024 px. Exact; a full model is exported with the whole table."""
+    """Crop the position table to the part that the run's pictures need. Exact; a full model is exported with the whole
+    table."""
     modulation: Literal["auto", "resident", "plan"] = "auto"
     """Where the adaLN modulation weights, a third of SD3 Medium, are kept. resident: on the device; plan: in host
     memory, and modulations are computed several steps ahead, for adapters that do not train these weights. Exact except
     for the last bits, because one product computes the rows of several steps. auto: plan for such an adapter on a GPU,
     otherwise resident; generate, compare and serve treat auto as resident."""
     modulation_window: Annotated[int, Field(ge=1, le=1024)] = 16
-    """How many steps' modulations to compute at once. For SD3 Medium each step takes 0.9 MB per sample in bf16, and
-    each window copies the modulation weights to the device once."""
+    """How many steps' modulations to compute at once and keep on the device; each window copies the modulation weights
+    to the device once."""
     cache_quantised: bool = True
     """Cache the quantised base under output.cache, so that the next start neither reads nor quantises the
     full-precision weights. It takes as much disk space as the quantised weights take device memory. Exact."""
@@ -75,18 +75,18 @@ class Memory(Option):
     of one tile; null: whole pictures. Not exact: a tile's norms and attention do not see its neighbours.
     AutoencoderTiny needs little memory and always processes whole pictures."""
 
-    def offloaded(self, blocks: int) -> list[int]:
-        """The indices of the offloaded blocks. Resident blocks are spread evenly between them: their computation
+    def offloaded_blocks(self, blocks: int) -> list[int]:
+        """Return the indices of the offloaded blocks. Resident blocks are spread evenly between them: their computation
         overlaps with copies."""
         if self.resident_blocks is None:
             return []
         stay = {(2 * number + 1) * blocks // (2 * self.resident_blocks) for number in range(self.resident_blocks)}
         return [index for index in range(blocks) if index not in stay]
 
-    def on_host(self, units: Sequence[str]) -> Callable[[str], bool]:
+    def host_filter(self, units: Sequence[str]) -> Callable[[str], bool]:
         """Return whether the module of a given name stays in host memory when the model loads; ``units`` are the names
         of the model's units, in order."""
-        prefixes = tuple(f"{units[index]}." for index in self.offloaded(len(units)))
+        prefixes = tuple(f"{units[index]}." for index in self.offloaded_blocks(len(units)))
         return lambda name: f"{name}.".startswith(prefixes)
 
     def attach(
@@ -95,7 +95,7 @@ class Memory(Option):
         """Wrap the blocks' forward passes for checkpointing and offloading. Attach the adapter first.
 
         Args:
-            blocks: the blocks of the loaded transformer, in order; changed in place.
+            blocks: the blocks of the loaded model, in order; changed in place.
             device: where it runs.
             trained: whether to offload trained weights too (see ``BlockOffload``).
             last: whether blocks end with their feed-forward networks (see ``FeedForwards``).
@@ -111,7 +111,7 @@ class Memory(Option):
         from simpletune.engine.memory.feed_forward import FEED_FORWARDS, feed_forwards
         from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 
-        offloaded = self.offloaded(len(blocks))
+        offloaded = self.offloaded_blocks(len(blocks))
         offloading = BlockOffload(blocks, offloaded, device, trained) if offloaded else None
         inputs = CheckpointInputOffload(device) if self.offload_checkpoint_inputs else None
         alone: Literal["checkpointed", "all", "none"] = "none"
@@ -128,22 +128,22 @@ class Memory(Option):
                 + ("checkpointing all" if alone == "all" else "feed_forward block")
             )
         tile = self.feed_forward if isinstance(self.feed_forward, int) else None
-        parts = Parts(self.keeping_attention(len(blocks)), alone, tile, last)
-        set_passes(blocks, self.checkpointed(len(blocks)), inputs, offloading, parts)
+        parts = Parts(self.keeping_count(len(blocks)), alone, tile, last)
+        set_passes(blocks, self.checkpointed_count(len(blocks)), inputs, offloading, parts)
         return offloading
 
-    def checkpointed(self, blocks: int) -> int:
-        """The number of checkpointed blocks."""
+    def checkpointed_count(self, blocks: int) -> int:
+        """Return the number of checkpointed blocks."""
         if isinstance(self.checkpointing, int):
             return self.checkpointing
         assert self.checkpointing != "auto", "resolve it with estimate.auto_settings first"
         return blocks if self.checkpointing == "all" else 0
 
-    def keeping_attention(self, blocks: int) -> int:
-        """The number of checkpointed blocks that keep the output of attention."""
+    def keeping_count(self, blocks: int) -> int:
+        """Return the number of checkpointed blocks that keep the output of attention."""
         if isinstance(self.keep_attention, int):
             return self.keep_attention
-        return self.checkpointed(blocks) if self.keep_attention == "all" else 0
+        return self.checkpointed_count(blocks) if self.keep_attention == "all" else 0
 
     def rules(self) -> Iterator[Problem]:
         """Report incompatible levers."""

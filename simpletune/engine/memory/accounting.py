@@ -48,7 +48,7 @@ kernel lays it out."""
 
 
 class Observer(Protocol):
-    """Sees every operation, and can count a part of what it saw again."""
+    """An observer of every operation, which can count a part of what it saw again."""
 
     def see(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> None:
         """See one operation."""
@@ -56,11 +56,11 @@ class Observer(Protocol):
     def begin(self) -> object:
         """Remember what has been seen so far."""
 
-    def seen_since(self, begin: object) -> object:
+    def work_since(self, begin: object) -> object:
         """Return what has been seen since ``begin``; None if it cannot be counted again."""
 
     def repeat(self, seen: object) -> None:
-        """Count what ``seen_since`` returned again."""
+        """Count what ``work_since`` returned again."""
 
 
 class Peaks:
@@ -80,7 +80,7 @@ class Peaks:
 
 
 class PhaseTracker:
-    """Tracks the phase and the module that run, so that an accounting can name them."""
+    """The phase and the module that run, by which an accounting names them."""
 
     def __init__(self) -> None:
         self.module = ""
@@ -117,7 +117,7 @@ class PhaseTracker:
         self._phases.append((name, self.visit))
 
     def leave(self) -> tuple[str, int]:
-        """Leave a phase; returns it and the number of its visit, 0 for a foreign range."""
+        """Leave a phase; return it and the number of its visit, 0 for a foreign range."""
         left, visit = self._phases.pop()
         if visit:
             self.module = ""
@@ -133,8 +133,7 @@ class PhaseTracker:
             self._inside -= 1
 
     def watch_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> list[RemovableHandle]:
-        """Track the running module: in forward passes and recomputation when it is entered, in the backward pass when
-        its outputs' gradients arrive. The handles remove the hooks."""
+        """Track the running module; the handles remove the hooks."""
         return [handle for name, module in modules for handle in self._watch(name, module)]
 
     def _watch(self, name: str, module: nn.Module) -> list[RemovableHandle]:
@@ -142,7 +141,7 @@ class PhaseTracker:
             self.module = name
             self._inside += 1
 
-        def begin_backward(_: Tensor) -> None:
+        def begin_backward(_: Tensor) -> None:  # its outputs' gradients have arrived
             self.module = name
 
         def end_forward(_module: nn.Module, _inputs: object, output: object) -> None:
@@ -212,7 +211,7 @@ class Accounting(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled in this context, so dynamo need not be disabled around every operation."""
+        """Return False: nothing is compiled in this context, so dynamo need not be disabled around every operation."""
         return False
 
     def __torch_dispatch__(
@@ -230,7 +229,7 @@ class Accounting(TorchDispatchMode):
                 for storage in self._storages.values():
                     if storage.visit >= visit and storage.kind == "workspace":
                         self._move(storage, "optimizer")
-        mode = fake.active()
+        mode = fake.active_mode()
         kwargs = kwargs or {}
         if mode is None:
             output, self.last_key = op(*args, **kwargs), None
@@ -284,7 +283,7 @@ class Accounting(TorchDispatchMode):
             self.snapshots = [self.current]
 
     @contextmanager
-    def apart(self) -> Iterator[Peaks]:
+    def separate_peaks(self) -> Iterator[Peaks]:
         """Find the largest snapshots within this context alone; afterwards they count like all others."""
         whole = self._peaks
         found = self._peaks = Peaks()
@@ -298,12 +297,12 @@ class Accounting(TorchDispatchMode):
                 whole.add(found.largest)  # again: of equal ones in two phases it is the last
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor is registered as host memory."""
+        """Return whether a tensor is registered as host memory."""
         known = self._storages.get(tensor.untyped_storage()._cdata)
         return known is not None and known.kind == HOST
 
     def storages(self) -> dict[int, object]:
-        """Each live storage by its address; a new object when another storage takes the address."""
+        """Return each live storage by its address; a new object when another storage takes the address."""
         return dict(self._storages)
 
     @property
@@ -382,7 +381,7 @@ class Accounting(TorchDispatchMode):
 
     def look(self, more: Mapping[str, int] | None = None) -> None:
         """Record a snapshot if it is the largest so far; ``more`` counts beside the live bytes, by kind: what a kernel
-        allocates and frees. Raises ``OutOfMemory`` above the limit."""
+        allocates and frees. Raises OutOfMemory above the limit."""
         total = self._total + sum(more.values()) if more else self._total
         if self.limit is not None and total > self.limit:
             raise OutOfMemory(total)
@@ -403,8 +402,8 @@ class Accounting(TorchDispatchMode):
 _ACTIVE: list[Accounting] = []
 
 
-def active() -> Accounting | None:
-    """The active accounting, if there is one."""
+def active_accounting() -> Accounting | None:
+    """Return the active accounting, if there is one."""
     return _ACTIVE[-1] if _ACTIVE else None
 
 

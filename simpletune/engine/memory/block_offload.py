@@ -28,9 +28,9 @@ from simpletune.engine.memory.copy_stream import (
     Copies,
     CopyEvent,
     copies_for,
+    empty_on_host,
     finish_before_freed,
     host_bytes,
-    host_like,
 )
 from simpletune.engine.memory.machine_weights import is_shared, shared_runs
 from simpletune.engine.memory.snapshot import round_to_block
@@ -76,7 +76,7 @@ class HostBlock:
             if start < shared:
                 self.at_home[id(tensor)] = tensor.detach()
             else:
-                self.at_home[id(tensor)] = value_in(own, start - shared, tensor).copy_(tensor.detach())
+                self.at_home[id(tensor)] = view_in(own, start - shared, tensor).copy_(tensor.detach())
         self.point_at_host()
 
     def copy_to(self, flat: Tensor) -> None:
@@ -86,7 +86,7 @@ class HostBlock:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """View a buffer that ``copy_to`` has filled, on any device, as the block's tensors."""
-        return [value_in(flat, start, tensor) for start, tensor in zip(self._offsets, self.tensors, strict=True)]
+        return [view_in(flat, start, tensor) for start, tensor in zip(self._offsets, self.tensors, strict=True)]
 
     def point_at(self, views: Iterable[Tensor]) -> None:
         """Point the tensors at these values."""
@@ -98,7 +98,7 @@ class HostBlock:
         self.point_at(self.at_home.values())
 
 
-def value_in(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
+def view_in(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
     """View a part of a buffer as a tensor of the same type and shape as another one."""
     return flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
@@ -115,7 +115,7 @@ class Slot:
 
 
 def _size_of(homes: Mapping[str, Tensor]) -> int:
-    """The bytes of a parameter's optimizer state in a slot."""
+    """Return the bytes of a parameter's optimizer state in a slot."""
     return sum(round_to_block(home.nbytes) for home in homes.values())
 
 
@@ -153,8 +153,11 @@ class BlockOffload:
         queues: tuple[Copies, Copies] | None = None,
         poison: bool = False,
     ):
-        self.device, self._poison = device, poison
+        self.device = device
+        self._poison = poison
         self._in, self._out = queues or (copies_for(device), copies_for(device))
+
+        # Blocks in host memory
         self.homes: dict[int, HostBlock] = {}
         counts = Counter(number for block in blocks for number in {id(tensor) for tensor in all_tensors(block)})
         shared = {number for number, count in counts.items() if count > 1}  # a hypernetwork's stay on the device
@@ -170,11 +173,15 @@ class BlockOffload:
             for parameter in blocks[index].parameters():
                 if id(parameter) in shared or (parameter.requires_grad and not trained):
                     parameter.data = parameter.data.to(device)  # the adapter's, created next to weights on the host
+        self._streams = {id(tensor): index for index, home in self.homes.items() for tensor in home.tensors}
+
+        # Slots on the device
         self._slots = [Slot(self.homes, device) for _ in range(SLOTS)]
         self._state_slots = [StateSlot(device) for _ in range(SLOTS)]
         finish_before_freed(self, (self._in, self._out), [*self._slots, *self._state_slots])
         accounting.register([slot.flat for slot in self._slots], "weights")
-        self._streams = {id(tensor): index for index, home in self.homes.items() for tensor in home.tensors}
+
+        # The present pass
         self._current: int | None = None
         self._in_use: Slot | None = None
         self._last = -1
@@ -214,14 +221,13 @@ class BlockOffload:
 
     @contextmanager
     def updating(self, parameter: nn.Parameter, state: dict[str, object]) -> Iterator[None]:
-        """The context for one parameter's update in the backward pass, once its gradient is ready.
+        """Hold an offloaded parameter and its optimizer state on the device for its update in the backward pass.
 
-        Brings its optimizer state from host memory, unless it was fetched ahead, and fetches the next one's; copies new
-        value and state to host memory while the computation continues. Does nothing for a parameter that is not
-        offloaded.
+        Brings the state from host memory, unless it was fetched ahead, and fetches the next one's; copies new value and
+        state to host memory while the computation continues. Does nothing for a parameter that is not offloaded.
 
         Args:
-            parameter: the parameter, on the device in its block's slot.
+            parameter: the parameter, on the device in its block's slot; its gradient is ready.
             state: ``optimizer.state[parameter]``, changed in place; its tensors are in host memory outside the context.
         """
         index = self._streams.get(id(parameter))
@@ -270,7 +276,7 @@ class BlockOffload:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.nbytes >= SMALL_STATE and value is not homes.get(name):
                 if name not in homes:
-                    homes[name] = host_like(value, self.device)
+                    homes[name] = empty_on_host(value, self.device)
                 state[name] = homes[name].copy_(value, non_blocking=True)
 
     def _fetch_state(self, number: int, in_use: StateSlot | None = None) -> StateSlot | None:
@@ -293,7 +299,7 @@ class BlockOffload:
             slot.written = self._in.mark()  # its memory was another tensor's
         start, views = 0, {}
         for name, home in homes.items():
-            views[name] = value_in(slot.flat, start, home)
+            views[name] = view_in(slot.flat, start, home)
             start += round_to_block(home.nbytes)
 
         def fill() -> None:
@@ -328,12 +334,12 @@ class BlockOffload:
         return next((slot for slot in self._slots if slot.holds == index), None)
 
     def _free_slots(self, keep: list[int]) -> list[Slot]:
-        """The slots that contain neither the current block nor one of those to keep."""
+        """Return the slots that contain neither the current block nor one of those to keep."""
         return [slot for slot in self._slots if slot is not self._in_use and slot.holds not in keep]
 
     def _fill(self, slot: Slot, index: int) -> Slot:
         """Queue the copy of a block into a slot, after the computation on the slot and pending writes to the host;
-        returns the slot."""
+        return the slot."""
         home = self.homes[index]
         after = [self._in.mark(), self._written]
         slot.filled = self._in.run(lambda: home.copy_to(slot.flat), after)

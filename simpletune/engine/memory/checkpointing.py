@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.engine.memory import accounting
-from simpletune.engine.memory.recompute import recomputed
+from simpletune.engine.memory.recompute import recompute
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _passes(
     attention: SavedAttention | None,
     networks: FeedForwards | None,
 ) -> Callable[..., object]:
-    """The wrapped forward pass of one block; see ``set_passes``."""
+    """Return the wrapped forward pass of one block; see ``set_passes``."""
     original = block.forward
     random = draws_random_numbers(block)
 
@@ -95,7 +95,7 @@ def _passes(
         given = (*args, *kwargs.values())
         first: list[AbstractContextManager[object]] = [] if weights is None else [weights.forward(index)]
         if not (checkpointed and has_backward_pass(block, given)):
-            with _all_of(first):
+            with _enter_all(first):
                 return original(*args, **kwargs)
         second: list[AbstractContextManager[object]] = [accounting.recomputing()]
         if weights is not None:
@@ -106,20 +106,20 @@ def _passes(
             second.append(returning)
         if networks is not None:
             second.append(networks.recomputation(given))
-        pair = _all_of(first), _all_of(second)
+        pair = _enter_all(first), _enter_all(second)
         count, names = len(args), tuple(kwargs)  # not the inputs themselves, which would stay in memory
 
         def run(*own: object) -> object:
             return original(*own[:count], **dict(zip(names, own[count:], strict=True)))
 
         with nullcontext() if inputs is None else inputs.offloading():
-            return recomputed(run, given, *pair, random)
+            return recompute(run, given, *pair, random)
 
     return forward
 
 
 @contextmanager
-def _all_of(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
+def _enter_all(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
     """Enter contexts in order."""
     with ExitStack() as stack:
         for each in contexts:
@@ -128,10 +128,9 @@ def _all_of(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None
 
 
 def has_backward_pass(block: nn.Module, inputs: Sequence[object]) -> bool:
-    """Whether a block's forward pass will have a backward pass: a U-Net's first blocks have no LoRA and need none.
-
-    An offloaded input of a block without one would never be fetched, and its host memory never reused.
-    """
+    """Return whether a block's forward pass will have a backward pass."""
+    # A U-Net's first blocks have no LoRA and need none; an offloaded input of one would never be fetched, and its host
+    # memory never reused.
     if not torch.is_grad_enabled():
         return False
     given = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
@@ -139,12 +138,13 @@ def has_backward_pass(block: nn.Module, inputs: Sequence[object]) -> bool:
 
 
 def draws_random_numbers(block: nn.Module) -> bool:
-    """Whether a block's forward pass draws random numbers: LoRA dropout does, the base's dropout of 0 does not."""
+    """Return whether a block's forward pass draws random numbers."""
+    # LoRA dropout does, the base's dropout of 0 does not
     return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in block.modules())
 
 
-def fewest_that_fit(blocks: int, peak_bytes: Callable[[int], int], budget_bytes: int) -> int | None:
-    """The smallest number of checkpointed blocks whose peak fits a budget; None if no number does.
+def find_fewest(blocks: int, peak_bytes: Callable[[int], int], budget_bytes: int) -> int | None:
+    """Find the smallest number of checkpointed blocks whose peak fits a budget; None if no number does.
 
     From 0 to blocks - 1 the peak falls almost linearly with every checkpointed block, so the search interpolates
     between the nearest known peaks. All blocks are tried last: the last block's backward pass follows its forward pass
@@ -175,8 +175,8 @@ def fewest_that_fit(blocks: int, peak_bytes: Callable[[int], int], budget_bytes:
     return high
 
 
-def too_little(budget_bytes: int, least_bytes: int) -> UserError:
-    """The error for a budget, ``memory.budget_gib``, that the lowest peak exceeds."""
+def budget_error(budget_bytes: int, least_bytes: int) -> UserError:
+    """Return the error for a budget, ``memory.budget_gib``, that the lowest peak exceeds."""
     enough = -(-least_bytes * 100 // 2**30) / 100  # GiB, rounded up to two decimals
     return UserError(
         f"memory.budget_gib: {budget_bytes / 2**30:.3g} GiB is too little: with every block checkpointed the peak "

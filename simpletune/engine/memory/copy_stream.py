@@ -79,13 +79,11 @@ class CudaCopies(Copies):
 
 
 def finish_before_freed(owner: object, queues: Sequence[Copies], memory: object) -> None:
-    """When an object dies, finish its queues, and only then free the memory that their copies read or write.
-
-    Neither the queues nor the memory may refer to the object; collections of memory may change until it dies.
-    """
+    """Return when an object dies, finish its queues, and only then free the memory that their copies read or write."""
     # The caching allocator knows nothing of a queue of copies: it gives freed memory to the next tensor at once, and a
     # copy or fill that is still queued would overwrite that. An exception between two blocks leaves such copies behind.
     # The host waits, because the object may die in any thread, on any current stream.
+    # Neither the queues nor the memory may refer to the object; collections of memory may change until it dies.
     finalize(owner, _finish, queues, memory).atexit = False  # at exit nothing is freed
 
 
@@ -112,8 +110,8 @@ class PinnedPages(mmap.mmap):
     """Their address once pinned."""
 
     def pin(self, address: int, count: int) -> None:
-        """Pin the first ``count`` bytes of the pages, which begin at ``address``; a RuntimeError if the system or the
-        driver does not allow it."""
+        """Pin the first ``count`` bytes of the pages, which begin at ``address``. Raises RuntimeError if the system or
+        the driver does not allow it."""
         code = torch.cuda.cudart().cudaHostRegister(address, count, 0)
         if int(code):  # an enumeration's member, which is true in any case
             with suppress(torch.AcceleratorError):  # the runtime keeps the error until the next launch reports it
@@ -145,7 +143,7 @@ def host_bytes(count: int, device: torch.device) -> Tensor:  # uint8 [count]
     return buffer
 
 
-def pinned(tensor: Tensor) -> Tensor:
+def copy_to_pinned(tensor: Tensor) -> Tensor:
     """Copy a small tensor into memory that PyTorch pins and reuses; where it cannot be pinned, return the tensor."""
     try:
         return tensor.pin_memory()
@@ -159,6 +157,6 @@ def _say_not_pinned(reason: str) -> None:
     say(f"warning host memory cannot be pinned, so copies no longer overlap with the computation ({reason})")
 
 
-def host_like(tensor: Tensor, device: torch.device) -> Tensor:
+def empty_on_host(tensor: Tensor, device: torch.device) -> Tensor:
     """Allocate uninitialised host memory for a tensor's values (see ``host_bytes``)."""
     return host_bytes(tensor.nbytes, device).view(tensor.dtype).view(tensor.shape)

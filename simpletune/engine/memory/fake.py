@@ -54,7 +54,7 @@ class Fake(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled in a simulation, so dynamo need not be disabled around every operation."""
+        """Return False: nothing is compiled in a simulation, so dynamo need not be disabled around every operation."""
         return False
 
 
@@ -63,20 +63,20 @@ def fake_tensors(again: Fake | None = None) -> Iterator[None]:
     """Make every tensor created in this context fake. Do not use real tensors in it. ``again`` is the mode of an
     earlier context, to continue with its tensors."""
     with (
-        replaced(nn.Module, "_apply", _apply),
+        replace_attribute(nn.Module, "_apply", _apply),
         again or Fake() as mode,
-        replaced(sys.modules[__name__], "_active", mode),
+        replace_attribute(sys.modules[__name__], "_active", mode),
     ):
         yield
 
 
-def active() -> Fake | None:
-    """The active fake mode, if there is one."""
+def active_mode() -> Fake | None:
+    """Return the active fake mode, if there is one."""
     return _active
 
 
 @contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+def replace_attribute(owner: object, name: str, value: object) -> Iterator[None]:
     """Replace an attribute of a class, module or object within this context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
@@ -87,7 +87,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply`` that replaces parameters.
+    """Replace parameters as ``nn.Module._apply`` does.
 
     torch's own swaps the contents of fake parameters, which fails because their mode holds weak references to them.
     """
@@ -127,5 +127,5 @@ def autocast_like_cuda() -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in IN_FP32:
-            stack.enter_context(replaced(functional, name, in_fp32(getattr(functional, name))))
+            stack.enter_context(replace_attribute(functional, name, in_fp32(getattr(functional, name))))
         yield

@@ -80,12 +80,12 @@ class FakeResults:
                 self._ops[id(op)] = op
                 usual = isinstance(op, OpOverload) and not UNUSUAL & set(op.tags) and op not in LIFTS
                 unchanged = call_key(mode, op, args, kwargs, []) == key
-                self._known[key] = several_of(output, tensors) if usual and unchanged else None
+                self._known[key] = remember_several(output, tensors) if usual and unchanged else None
             return output
         self.last = known
         if known.wrap is None:
-            return made_again(mode, known.results[0], tensors)
-        return known.wrap([made_again(mode, result, tensors) for result in known.results])
+            return remake(mode, known.results[0], tensors)
+        return known.wrap([remake(mode, result, tensors) for result in known.results])
 
 
 def call_key(
@@ -95,8 +95,8 @@ def call_key(
     kwargs: Mapping[str, object],
     tensors: list[FakeTensor],
 ) -> Key | None:
-    """Everything that an operation's result depends on, as a key; None if it may depend on more, such as a tensor of
-    another mode. ``tensors`` receives those among the arguments."""
+    """Return everything that an operation's result depends on, as a key; None if it may depend on more, such as a
+    tensor of another mode. ``tensors`` receives those among the arguments."""
     if torch.is_inference_mode_enabled():
         return None
     parts: list[object] = [id(op), torch.get_default_dtype()]
@@ -136,8 +136,8 @@ def _add(parts: list[object], values: Iterable[object], mode: FakeTensorMode, te
     return True
 
 
-def several_of(output: object, tensors: Sequence[FakeTensor]) -> CallResult | None:
-    """What to remember of a tensor, None, or a list or tuple of them; None if it is unusual."""
+def remember_several(output: object, tensors: Sequence[FakeTensor]) -> CallResult | None:
+    """Return what to remember of a tensor, None, or a list or tuple of them; None if it is unusual."""
     several = isinstance(output, (list, tuple))
     found = [storable_result(each, tensors) for each in (output if several else [output])]  # type: ignore[attr-defined]
     new = [each for each in (output if several else [output]) if isinstance(each, Tensor)]  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ def several_of(output: object, tensors: Sequence[FakeTensor]) -> CallResult | No
 
 
 def storable_result(value: object, tensors: Sequence[FakeTensor]) -> Result | str:
-    """What to remember of one result; a reason if it is unusual."""
+    """Return what to remember of one result; a reason if it is unusual."""
     if value is None:
         return None
     if type(value) is not FakeTensor:
@@ -172,7 +172,7 @@ def storable_result(value: object, tensors: Sequence[FakeTensor]) -> Result | st
     return NewTensor(value.shape, value.stride(), offset, value.dtype, value._fake_device, views, attributes)
 
 
-def made_again(mode: FakeTensorMode, result: Result, tensors: Sequence[FakeTensor]) -> object:
+def remake(mode: FakeTensorMode, result: Result, tensors: Sequence[FakeTensor]) -> object:
     """Make a remembered result for other arguments of the same layouts."""
     if result is None:
         return None

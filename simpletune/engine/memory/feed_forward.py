@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.engine.memory import accounting
-from simpletune.engine.memory.fake import replaced
-from simpletune.engine.memory.recompute import recomputed
+from simpletune.engine.memory.fake import replace_attribute
+from simpletune.engine.memory.recompute import recompute
 from simpletune.engine.memory.selective_checkpointing import attentions
 from simpletune.engine.tensors import all_tensors, is_wrapper, plain_tensors
 
@@ -36,7 +36,7 @@ CONDITIONING = 2
 
 
 class FeedForwards:
-    """Checkpoints the feed-forward networks of one block separately.
+    """Separate checkpoints of the feed-forward networks of one block.
 
     Args:
         block: the block, whose networks are changed in place.
@@ -46,23 +46,25 @@ class FeedForwards:
     """
 
     def __init__(self, block: nn.Module, rows: int | None, last: bool, random: bool):
-        self._rows, self._random, self._omits = rows, random, False
+        self._rows = rows
+        self._random = random
+        self._omits = False
         networks = feed_forwards(block)
         self._may_omit = last and not random and not _trains_modulation(block, networks)
         for network in networks:
             network.forward = self._alone(network, network.forward)
 
     def recomputation(self, inputs: Sequence[object]) -> AbstractContextManager[None]:
-        """The context of the block's recomputation, which omits the networks where nothing needs their outputs. It does
-        not keep the block's inputs."""
+        """Return the context of the block's recomputation, which omits the networks where nothing needs their outputs.
+        It does not keep the block's inputs."""
         conditionings = [x for x in inputs if isinstance(x, Tensor) and x.dim() <= CONDITIONING]
-        return replaced(self, "_omits", self._may_omit and not any(x.requires_grad for x in conditionings))
+        return replace_attribute(self, "_omits", self._may_omit and not any(x.requires_grad for x in conditionings))
 
     def _alone(self, network: nn.Module, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
 
         def run(part: Tensor) -> Tensor:
-            with weights_by_reference(network):
+            with keep_weights_by_reference(network):
                 return plain(part)
 
         def omitted(part: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ class FeedForwards:
                 return plain(x)
             omits = self._omits and x.requires_grad
             outputs: list[Tensor] = [
-                recomputed(omitted if omits else run, (part,), None, accounting.recomputing(), self._random)
+                recompute(omitted if omits else run, (part,), None, accounting.recomputing(), self._random)
                 for part in tiles(x, self._rows)
             ]
             if omits:
@@ -94,8 +96,8 @@ module for another model takes time."""
 
 
 def feed_forwards(block: nn.Module) -> list[nn.Module]:
-    """The feed-forward networks of a block: those of ``FEED_FORWARDS``. A network of another class stays part of its
-    block's recomputation."""
+    """Return the feed-forward networks of a block: those of ``FEED_FORWARDS``. A network of another class stays part of
+    its block's recomputation."""
 
     def known(module: nn.Module) -> bool:
         return any(f"{each.__module__}.{each.__qualname__}" in FEED_FORWARDS for each in type(module).__mro__)
@@ -104,7 +106,7 @@ def feed_forwards(block: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def weights_by_reference(network: nn.Module) -> Iterator[None]:
+def keep_weights_by_reference(network: nn.Module) -> Iterator[None]:
     """Let a checkpoint of a network keep references to the network's own tensors, and recompute everything else.
 
     A frozen quantised layer saves its weight when its product is done. If the weight were among what the checkpoint
@@ -136,7 +138,7 @@ class _Own:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Where and how a tensor lies in memory."""
+    """Return where and how a tensor lies in memory."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -150,6 +152,6 @@ def tiles(x: Tensor, rows: int | None) -> Sequence[Tensor]:  # [..., d] -> [1, n
 
 
 def _trains_modulation(block: nn.Module, networks: Sequence[nn.Module]) -> bool:
-    """Whether a block trains anything outside of attention and feed-forward networks."""
+    """Return whether a block trains anything outside of attention and feed-forward networks."""
     known = {id(parameter) for module in [*networks, *attentions(block)] for parameter in module.parameters()}
     return any(parameter.requires_grad and id(parameter) not in known for parameter in block.parameters())

@@ -44,15 +44,11 @@ def flash_backward(
     multiprocessors: int | None = None,
     **__: object,
 ) -> int:
-    """Bytes for flash attention's backward pass.
-
-    They are fp32 sums of grad q, rounded up, one fp32 per row, and copies of ``grad_out`` and ``out`` where these are
-    not [b, S, h, d] in memory. In the deterministic mode, each of a head's thread blocks has sums of grad q of its own;
-    their number depends on the card's multiprocessors.
-
-    Source: torch's third_party flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: ``dq_accum``, ``nsplits`` and
-    ``softmax_d``; aten/src/ATen/native/transformers/cuda/attention_backward.cu: ``contiguous_out``.
-    """
+    """Return the bytes for flash attention's backward pass."""
+    # fp32 sums of grad q, rounded up, one fp32 per row, and copies of ``grad_out`` and ``out`` where these are not
+    # [b, S, h, d] in memory. In the deterministic mode, each of a head's thread blocks has sums of grad q of its own.
+    # torch's third_party flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: ``dq_accum``, ``nsplits`` and
+    # ``softmax_d``; aten/src/ATen/native/transformers/cuda/attention_backward.cu: ``contiguous_out``
     copied = [tensor for tensor in (grad_out, out) if not tensor.transpose(1, 2).is_contiguous()]
     splits = 1 if multiprocessors is None else -(-multiprocessors // (query.shape[0] * query.shape[1]))
     return _flash_sums(query, splits) + sum(tensor.numel() * tensor.element_size() for tensor in copied)
@@ -61,45 +57,42 @@ def flash_backward(
 def cudnn_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: object, **__: object
 ) -> int:
-    """Bytes for cuDNN attention's backward pass: an assumption; we have never run it.
-
-    torch copies ``grad_out`` to the layout of ``out`` if they differ (aten/src/ATen/native/cudnn/MHA.cpp). cuDNN's plan
-    asks for a workspace whose size is known only on a GPU; this assumes fp32 sums of grad q and one fp32 per row, as in
-    flash attention.
-    """
+    """Return the bytes for cuDNN attention's backward pass: an assumption; we have never run it."""
+    # torch copies ``grad_out`` to the layout of ``out`` if they differ (aten/src/ATen/native/cudnn/MHA.cpp). cuDNN's
+    # plan asks for a workspace whose size is known only on a GPU; this assumes fp32 sums of grad q and one fp32 per
+    # row, as in flash attention.
     copied = grad_out.stride() != out.stride()
     return _flash_sums(query) + copied * grad_out.numel() * grad_out.element_size()
 
 
 def _flash_sums(query: Tensor, splits: int = 1) -> int:
     b, heads, rows, width = query.shape
-    return 4 * b * heads * _up(rows, FLASH_ROWS) * (splits * _up(width, FLASH_WIDTH) + 1)
+    return 4 * b * heads * _round_up(rows, FLASH_ROWS) * (splits * _round_up(width, FLASH_WIDTH) + 1)
 
 
 def efficient_forward(query: Tensor, *_: object, **__: object) -> int:
-    """Bytes for memory-efficient attention's forward pass: an fp32 output for wide heads in a 16-bit type.
-
-    Source: torch's mem_eff_attention/kernel_forward.h, ``kNeedsOutputAccumulatorBuffer``.
-    """
+    """Return the bytes for memory-efficient attention's forward pass: an fp32 output for wide heads in a 16-bit
+    type."""
+    # torch's mem_eff_attention/kernel_forward.h, ``kNeedsOutputAccumulatorBuffer``
     wide = query.shape[-1] > WIDEST_IN_REGISTERS and query.element_size() == 2
     return 4 * query.numel() if wide else 0
 
 
 def efficient_backward(grad_out: Tensor, query: Tensor, *_: object, **__: object) -> int:
-    """Bytes for memory-efficient attention's backward pass: one fp32 per row, and in 16-bit types fp32 sums of grad q.
-
-    Source: torch's attention_backward.cu, ``delta``; mem_eff_attention/kernel_backward.h, ``workspace_elements_gq``.
-    """
+    """Return the bytes for memory-efficient attention's backward pass."""
+    # One fp32 per row, and in 16-bit types fp32 sums of grad q: torch's attention_backward.cu, ``delta``;
+    # mem_eff_attention/kernel_backward.h, ``workspace_elements_gq``.
     b, heads, rows, width = query.shape
-    sums = 4 * b * heads * _up(rows, EFFICIENT_ROWS) * width if query.element_size() == 2 else 0
+    sums = 4 * b * heads * _round_up(rows, EFFICIENT_ROWS) * width if query.element_size() == 2 else 0
     return sums + 4 * b * heads * rows
 
 
 BACKWARDS = {"flash": flash_backward, "cudnn": cudnn_backward, "efficient": efficient_backward}
 
 
-def with_mask(kernel: str, mask: Tensor | None) -> str:
-    """The kernel of one call of attention where ``kernel`` computes those without a mask, which flash does not take."""
+def masked_kernel(kernel: str, mask: Tensor | None) -> str:
+    """Return the kernel of a call of attention where ``kernel`` computes those without a mask."""
+    # flash takes no mask
     return "efficient" if kernel == "flash" and mask is not None else kernel
 
 
@@ -115,7 +108,7 @@ def cuda_layouts(kernel: str) -> Callable[[OpOverload, Sequence[Any], Mapping[st
     """
 
     def laid_out(op: OpOverload, args: Sequence[Any], named: Mapping[str, Any], output: Any) -> object:
-        efficient = with_mask(kernel, named.get("attn_mask")) == "efficient"
+        efficient = masked_kernel(kernel, named.get("attn_mask")) == "efficient"
         if op is FORWARD and (efficient or args[0].shape[-1] > WIDEST_IN_FLASH):
             out, sums = output
             return out.transpose(1, 2).contiguous().transpose(1, 2), sums
@@ -126,21 +119,19 @@ def cuda_layouts(kernel: str) -> Callable[[OpOverload, Sequence[Any], Mapping[st
     return laid_out
 
 
-def _up(size: int, step: int) -> int:
+def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
 def quanto_product(activations: Tensor, weights: Tensor, scales: Tensor) -> int:  # [n, i], int8 [o, i], [o, 1]
-    """Bytes for quanto's product on CUDA, which first dequantises the whole int8 weight to the activations' type.
-
-    Source: optimum-quanto's library/qbytes_mm.py, ``qbytes_mm`` in its CUDA registration.
-    """
+    """Return the bytes of the int8 weight, dequantised to the activations' type."""
+    # optimum-quanto's library/qbytes_mm.py, ``qbytes_mm`` in its CUDA registration
     return weights.numel() * scales.element_size()
 
 
 def reduction(x: Tensor, dim: Sequence[int] | int | None = None, *_: object, **__: object) -> int:
-    """Bytes for a contiguous tensor's sum or mean over leading dimensions, which several thread blocks share through a
-    buffer.
+    """Return the bytes for a contiguous tensor's sum or mean over leading dimensions, which several thread blocks share
+    through a buffer.
 
     Source: torch's aten/src/ATen/native/cuda/Reduce.cuh, ``setReduceConfig`` and ``global_memory_size``, with an L4's
     multiprocessors. Other reductions need little: their buffer holds one number per output and thread block.
@@ -153,7 +144,7 @@ def reduction(x: Tensor, dim: Sequence[int] | int | None = None, *_: object, **_
     inputs, outputs = math.prod(x.shape[: len(dims)]), math.prod(x.shape[len(dims) :])
     vector = next(size for size in (4, 2, 1) if outputs % size == 0)
     most = REDUCING_THREADS // vector
-    width, height = min(_power(outputs // vector), most), min(_power(inputs), most)
+    width, height = min(_power_of_two(outputs // vector), most), min(_power_of_two(inputs), most)
     block_height = min(height, most // min(width, 32))
     block_width = min(width, most // block_height)
     values = -(-inputs // block_height)
@@ -165,8 +156,8 @@ def reduction(x: Tensor, dim: Sequence[int] | int | None = None, *_: object, **_
     return 4 * outputs * blocks * block_width * vector if blocks > 1 else 0
 
 
-def _power(size: int) -> int:
-    """The largest power of two up to a size."""
+def _power_of_two(size: int) -> int:
+    """Return the largest power of two up to a size."""
     return 1 << (size.bit_length() - 1)
 
 
@@ -181,28 +172,24 @@ def modulate_backward(
     eps: float,
     trains: bool,
 ) -> int:
-    """Bytes for partial sums of the gradients of modulations, and for those sums in fp32.
-
-    Source: engine/kernels/adaln_kernels.py.
-    """
+    """Return the bytes for fp32 sums of the gradients of modulations."""
     return _sums(x, 2 * len(scales) + (gate is not None)) if trains else 0
 
 
 def gate_backward(grad: Tensor, y: Tensor | None, gate: Tensor) -> int:
-    """Bytes for partial sums of a gate's gradient, which it has if y is given; see ``modulate_backward``."""
+    """Return the bytes for fp32 sums of a gate's gradient, which it has if y is given; see ``modulate_backward``."""
     return 0 if y is None else _sums(grad, 1)
 
 
 def _sums(x: Tensor, count: int) -> int:
+    # of programs (engine/kernels/adaln_kernels.py), and of samples
     in_fp32 = 4 * count * x.shape[0] * x.shape[2]
     return partial_bytes(x, count) + (0 if x.dtype == torch.float32 else in_fp32)
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> int:
-    """Bytes for partial sums of the gradient of a norm's weight [d], and for that sum in fp32.
-
-    Source: engine/kernels/rms_kernels.py.
-    """
+    """Return the bytes for fp32 sums of the gradient of a norm's weight [d]."""
+    # partial sums of programs (engine/kernels/rms_kernels.py), and their sum
     d = x.shape[-1]
     in_fp32 = 0 if x.dtype == torch.float32 else 4 * d
     return 4 * d * -(-(x.numel() // d) // rows_of(d)) + in_fp32 if trains else 0
@@ -217,12 +204,10 @@ def convolution_workspace(
     dilation: Sequence[int],
     *_: object,
 ) -> int:
-    """Bytes for cuDNN's workspace of a convolution: an allowance; we have neither measured nor run it.
-
-    cuDNN chooses its algorithm on the card and asks torch for a workspace (aten/src/ATen/native/cudnn/Conv_v8.cpp,
-    ``run_conv_plan``). Its tensor-core kernels compute on [b, h, w, c]; torch's tensors are [b, c, h, w], so input,
-    weight and output are converted. The allowance is one copy of each.
-    """
+    """Return the bytes for cuDNN's workspace of a convolution: an allowance; we have neither measured nor run it."""
+    # cuDNN chooses its algorithm on the card and asks torch for a workspace (aten/src/ATen/native/cudnn/Conv_v8.cpp,
+    # ``run_conv_plan``). Its tensor-core kernels compute on [b, h, w, c]; torch's tensors are [b, c, h, w], so input,
+    # weight and output are converted. The allowance is one copy of each.
     pads = list(padding) * (2 if len(padding) == 1 else 1)  # torch gives one number for padding="valid"
     sizes = zip(pixels.shape[2:], weight.shape[2:], stride, pads, dilation, strict=True)
     area = math.prod((size + 2 * pad - hole * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, hole in sizes)
@@ -231,17 +216,18 @@ def convolution_workspace(
 
 
 def convolution_backward_workspace(grad: Tensor, pixels: Tensor, weight: Tensor, *_: object) -> int:
-    """Bytes for cuDNN's workspace of a convolution's gradients: an allowance like ``convolution_workspace``."""
+    """Return the bytes for cuDNN's workspace of a convolution's gradients; see ``convolution_workspace``."""
     return (grad.numel() + pixels.numel() + weight.numel()) * pixels.element_size()
 
 
 def temporaries(attention: str = "flash", multiprocessors: int | None = None) -> Temporaries:
-    """Temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for that of ``attention_kernel``,
-    ``attention`` where it has no mask. ``multiprocessors``: of the card, in the deterministic mode."""
+    """Return the temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for that of
+    ``attention_kernel``, ``attention`` where it has no mask. ``multiprocessors``: of the card, in the deterministic
+    mode."""
     backwards = BACKWARDS | {"flash": partial(flash_backward, multiprocessors=multiprocessors)}
 
     def attention_backward(*args: Tensor, attn_mask: Tensor | None = None, **named: Any) -> int:
-        return backwards[with_mask(attention, attn_mask)](*args, **named)
+        return backwards[masked_kernel(attention, attn_mask)](*args, **named)
 
     terms: dict = {
         FORWARD: efficient_forward,

@@ -61,7 +61,7 @@ class SharedPages(PinnedPages):
         return torch.frombuffer(self, dtype=torch.uint8, count=count, offset=start)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor lies in these pages; False for a fake one."""
+        """Return whether a plain tensor lies in these pages; False for a fake one."""
         storage = tensor.untyped_storage()
         return storage.device == CPU and self.address <= storage.data_ptr() < self.address + len(self)
 
@@ -74,18 +74,17 @@ class MachineWeights:
     ``join``."""
 
     def __init__(self, handle: int, room: int, fills: bool):
-        self.fills, self._handle, self._used = fills, handle, HEAD
+        self.fills = fills
+        self._handle = handle
+        self._used = HEAD
         self._pages = SharedPages(handle, room)  # raises OSError or ValueError
         self._pages.address = self._pages.bytes_at(0, 1).data_ptr()
         _MAPPED.add(self._pages)
 
     @classmethod
     def create(cls, room: int) -> MachineWeights:
-        """Make the file, in the first process of a machine, for at most ``room`` bytes.
-
-        Raises:
-            OSError: the system has no such files, or cannot map that much.
-        """
+        """Make the file, in the first process of a machine, for at most ``room`` bytes. Raises OSError if the system
+        has no such files, or cannot map that much."""
         handle = memory_file(NAME)
         try:
             os.ftruncate(handle, HEAD + room)
@@ -102,11 +101,8 @@ class MachineWeights:
 
     @classmethod
     def join(cls, offer: SharedFile) -> MachineWeights:
-        """Map the file of the first process, in another one.
-
-        Raises:
-            OSError: it cannot be opened or mapped, or that process is on another machine.
-        """
+        """Map the file of the first process, in another one. Raises OSError if it cannot be opened or mapped, or that
+        process is on another machine."""
         file = f"/proc/{offer.process}/fd/{offer.handle}"
         handle = os.open(file, os.O_RDWR)
         try:
@@ -123,17 +119,17 @@ class MachineWeights:
         """Bytes up to the end of the last tensor."""
         return self._used - HEAD
 
-    def kept(self, tensor: Tensor) -> Tensor:
-        """A loading model's tensor on the host: its values in these pages, or, in a process that does not fill them,
-        only its shape until ``point``."""
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Move a loading model's tensor to the host: into these pages, or, in a process that does not fill them, only
+        its shape until ``point``."""
         if is_wrapper(type(tensor)):
             tensor = to_device(tensor, CPU)
             for plain in plain_tensors(tensor):
-                plain.data = self._placed(plain)
+                plain.data = self._place(plain)
             return tensor
-        return self._placed(tensor)
+        return self._place(tensor)
 
-    def _placed(self, tensor: Tensor) -> Tensor:
+    def _place(self, tensor: Tensor) -> Tensor:
         if tensor.nbytes == 0:
             return to_device(tensor, CPU)
         if not self.fills:
@@ -146,25 +142,22 @@ class MachineWeights:
         return self._pages.bytes_at(place.start, nbytes).view(place.dtype).view(place.shape)
 
     def _tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """A model's plain tensors that are kept here, by their names in a table."""
+        """Return a model's plain tensors that are kept here, by their names in a table."""
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             for number, plain in enumerate(plain_tensors(tensor)):
                 if self._pages.holds(plain):
                     yield f"{name}:{number}", plain
 
     def table(self, model: nn.Module) -> Table:
-        """Where this process, which fills the pages, has put a loaded model's tensors."""
+        """Return where this process, which fills the pages, has put a loaded model's tensors."""
         return {
             name: TensorLocation(plain.data_ptr() - self._pages.address, plain.dtype, tuple(plain.shape))
             for name, plain in self._tensors(model)
         }
 
     def point(self, model: nn.Module, table: Table) -> None:
-        """Point the tensors of a loaded model at the values that the first process has loaded.
-
-        Raises:
-            UserError: that process has loaded another model.
-        """
+        """Point the tensors of a loaded model at the values that the first process has loaded. Raises UserError if that
+        process has loaded another model."""
         tensors = dict(self._tensors(model))
         own = {(name, plain.dtype, tuple(plain.shape)) for name, plain in tensors.items()}
         if odd := own ^ {(name, place.dtype, place.shape) for name, place in table.items()}:
@@ -177,12 +170,12 @@ class MachineWeights:
             self._used = max(self._used, table[name].start + round_to_block(plain.nbytes))
 
     def pin(self, device: torch.device) -> None:
-        """Pin the pages for a CUDA device, so that copies overlap with the computation; a RuntimeError if the system or
-        the driver does not allow it."""
+        """Pin the pages for a CUDA device, so that copies overlap with the computation. Raises RuntimeError if the
+        system or the driver does not allow it."""
         if device.type == "cuda" and self.nbytes:
             self._pages.pin(self._pages.address, self._used)
 
-    def copied(self, model: nn.Module) -> None:
+    def copy_out(self, model: nn.Module) -> None:
         """Copy a model out of these pages into memory of its own."""
         for _, plain in list(self._tensors(model)):
             plain.data = plain.clone()
@@ -208,7 +201,7 @@ def shared_loading(weights: MachineWeights | None) -> Iterator[None]:
 
 def host_copy(tensor: Tensor) -> Tensor:
     """Copy a loading model's tensor to the host, or to the pages that the machine's processes share."""
-    return _LOADING[-1].kept(tensor) if _LOADING else to_device(tensor, CPU)
+    return _LOADING[-1].keep(tensor) if _LOADING else to_device(tensor, CPU)
 
 
 def keep_on_host(module: nn.Module) -> None:
@@ -221,7 +214,7 @@ def keep_on_host(module: nn.Module) -> None:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether a plain tensor lies in pages that the machine's processes share."""
+    """Return whether a plain tensor lies in pages that the machine's processes share."""
     return any(pages.holds(tensor) for pages in _MAPPED)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from simpletune.engine.memory.copy_stream import Copies, CopyEvent, copies_for, finish_before_freed, host_like
+from simpletune.engine.memory.copy_stream import Copies, CopyEvent, copies_for, empty_on_host, finish_before_freed
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class CheckpointInputOffload:
             yield
 
     def _let_go(self) -> None:
-        """Free the device memory of offloaded inputs; makes the computation wait for the previous block's copies."""
+        """Free the device memory of offloaded inputs; make the computation wait for the previous block's copies."""
         for _, _, sent in self._leaving:
             self._copies.wait(sent)
         self._leaving.clear()
@@ -74,7 +74,7 @@ class CheckpointInputOffload:
         if spare:
             host = spare.pop()  # the queue is ordered: it is read before it is overwritten
         else:
-            host = host_like(source, self._device)
+            host = empty_on_host(source, self._device)
             self.host_bytes += source.nbytes
         sent = self._copies.run(lambda: host.copy_(source, non_blocking=True), [self._copies.mark()])
         self._leaving.append((source, host, sent))  # its memory must not be reused during the copy

@@ -41,15 +41,17 @@ FULL: dict[str, Json] = {
     "8gb": _in_backward(keep_attention="all", resident_blocks=14, vae_tile=512),
     "12gb": _in_backward(keep_attention="all", vae_tile=512),
     "16gb": {
-        "precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}, "memory": {"keep_attention": "all"},
+        "precision": {"weights": "bf16"},
+        "optimizer": {"name": "adamw8bit"},
+        "memory": {"keep_attention": "all"},
     },
     "24gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}, "memory": {"checkpointing": "none"}},
-}  # fmt: skip
+}
 
 
 def with_profile(data: Json, trains_base: bool) -> Json:
     """Add a profile's values to a configuration, merged with the overrides, that does not set them; ``trains_base``:
-    whether the adapter trains base weights. Without a known profile, returns it unchanged.
+    whether the adapter trains base weights. Without a known profile, return it unchanged.
 
     What is recomputed is one choice: a value of one's own, or one that excludes a part of it, replaces all of it.
     """
@@ -66,17 +68,17 @@ def with_profile(data: Json, trains_base: bool) -> Json:
         dropped = tuple(_KEEP)
     levers = {lever: value for lever, value in preset.get("memory", {}).items() if lever not in dropped}
     preset = {**preset, "memory": levers}
-    return _under(preset, data)
+    return _override(preset, data)
 
 
-def _under(preset: Json, own: Json) -> Json:
+def _override(preset: Json, own: Json) -> Json:
     """Override a preset's values. If they select another member of a union, drop the preset's fields of that union."""
     result = copy.deepcopy(preset)
     for key, value in own.items():
         below = result.get(key)
         if isinstance(below, dict) and isinstance(value, dict):
             other = any(tag in value and value[tag] != below.get(tag) for tag in ("weights", "name"))
-            result[key] = value if other else _under(below, value)
+            result[key] = value if other else _override(below, value)
         else:
             result[key] = value
     return result

@@ -53,7 +53,7 @@ class _Pass:
         self._inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *_tensors(args))
         self._args = [None if isinstance(arg, Tensor) else arg for arg in args]
         self._where = [number for number, arg in enumerate(args) if isinstance(arg, Tensor)]
-        self._autocast = _autocast_like(args)
+        self._autocast = _autocast_contexts(args)
         self._random = (torch.get_rng_state(), *get_device_states(*_tensors(args))) if random else None
         self._slots: list[Slot] = []
 
@@ -85,7 +85,12 @@ class _Pass:
         args = list(self._args)
         for number, tensor in zip(self._where, self._inputs.grad_fn.saved_tensors, strict=True):
             args[number] = tensor.detach().requires_grad_(tensor.requires_grad)
-        with _with_random(self._random), torch.enable_grad(), saved_tensors_hooks(save, _unread), self._again:
+        with (
+            _restore_random(self._random),
+            torch.enable_grad(),
+            saved_tensors_hooks(save, _refuse_backward),
+            self._again,
+        ):
             try:
                 with self._autocast():
                     self._function(*args)
@@ -94,7 +99,7 @@ class _Pass:
         raise RuntimeError(f"a recomputation saved {found} tensors, and the forward pass {count}")
 
 
-def recomputed(
+def recompute(
     function: Callable[..., T],
     args: Sequence[object],
     first: AbstractContextManager[object] | None = None,
@@ -103,12 +108,9 @@ def recomputed(
 ) -> T:
     """Run a function, and compute what its gradients need again in the backward pass, of which there may be one.
 
-    Args:
-        function: what to run. It must save the same tensors both times.
-        args: its arguments. Tensors among them are saved as an operation saves its inputs, those inside of lists not.
-        first: the context of the first pass.
-        again: the context of the second pass, which may end before the function does.
-        random: whether the function draws random numbers, which the second pass must draw again.
+    ``function`` must save the same tensors both times, and draws random numbers if ``random``. Tensors among ``args``
+    are saved as an operation saves its inputs, those inside of lists not. ``first`` and ``again`` are the contexts of
+    the two passes, of which the second may end before the function does.
     """
     own = _Pass(function, args, again or nullcontext(), random)
     with saved_tensors_hooks(own.save, own.load), first or nullcontext():
@@ -119,12 +121,12 @@ def _tensors(args: Sequence[object]) -> list[Tensor]:
     return [arg for arg in args if isinstance(arg, Tensor)]
 
 
-def _unread(tensor: Tensor) -> Tensor:
+def _refuse_backward(tensor: Tensor) -> Tensor:
     raise AssertionError("the graph of a recomputation has no backward pass")
 
 
-def _autocast_like(args: Sequence[object]) -> Callable[[], AbstractContextManager[object]]:
-    """Makes contexts with the present autocast of the arguments' device."""
+def _autocast_contexts(args: Sequence[object]) -> Callable[[], AbstractContextManager[object]]:
+    """Return a maker of contexts with the present autocast of the arguments' device."""
     device = next((tensor.device.type for tensor in _tensors(args)), "cpu")
     if not torch.is_autocast_enabled(device):
         return nullcontext
@@ -133,7 +135,7 @@ def _autocast_like(args: Sequence[object]) -> Callable[[], AbstractContextManage
 
 
 @contextmanager
-def _with_random(states: tuple[Any, ...] | None) -> Iterator[None]:
+def _restore_random(states: tuple[Any, ...] | None) -> Iterator[None]:
     """Restore states of the random generators within this context; None leaves them alone."""
     if states is None:
         yield

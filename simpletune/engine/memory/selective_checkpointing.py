@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.engine.memory.fake import replaced
+from simpletune.engine.memory.fake import replace_attribute
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, OffloadedInput
 
 KERNELS = "aten::_scaled_dot_product_"
@@ -34,7 +34,7 @@ Kept = deque["KernelOutput | None"]
 
 
 def attentions(block: nn.Module) -> list[nn.Module]:
-    """The attention modules of a block, of diffusers' common class or of a model's own, such as FLUX.2's."""
+    """Return the attention modules of a block, of diffusers' common class or of a model's own, such as FLUX.2's."""
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention
 
@@ -54,15 +54,15 @@ class SavedAttention:
         self._inputs = inputs
         self._mode: _Keep | _Return | None = None
         for module in attentions(block):
-            module.forward = self._watched(module.forward)
+            module.forward = self._watch(module.forward)
 
     def contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        """The contexts of a forward pass and of its recomputation."""
+        """Return the contexts of a forward pass and of its recomputation."""
         kept: Kept = deque()
         keep, give_back = _Keep(kept, self._inputs), _Return(kept, self._inputs)
-        return replaced(self, "_mode", keep), replaced(self, "_mode", give_back)
+        return replace_attribute(self, "_mode", keep), replace_attribute(self, "_mode", give_back)
 
-    def _watched(self, plain: Callable[..., object]) -> Callable[..., object]:
+    def _watch(self, plain: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(plain)
         def forward(*args: object, **kwargs: object) -> object:
             if self._mode is None:
@@ -74,7 +74,7 @@ class SavedAttention:
 
 
 class _AroundKernels(TorchFunctionMode):
-    """Activate a dispatch mode during each call of attention, and at no other time."""
+    """A context that activates a dispatch mode during each call of attention, and at no other time."""
 
     def __init__(self, mode: _Keep | _Return):
         super().__init__()
@@ -106,11 +106,11 @@ class KernelOutput:
     @classmethod
     def of(cls, op: OpOverload, returned: Sequence[object]) -> KernelOutput:
         """Take what a kernel returned, detached from the graph."""
-        values = list(map(_detached, returned))
+        values = list(map(_detach, returned))
         assert isinstance(values[0], Tensor)
         return cls(op, values, [None] * len(values), values[0]._version)
 
-    def leave(self, inputs: CheckpointInputOffload) -> None:
+    def offload(self, inputs: CheckpointInputOffload) -> None:
         """Move the tensors to host memory."""
         for number, value in enumerate(self.values):
             if isinstance(value, Tensor):
@@ -119,17 +119,18 @@ class KernelOutput:
                 if isinstance(moved, OffloadedInput):
                     self.values[number], self.orders[number] = moved, order
 
-    def come_back(self, inputs: CheckpointInputOffload) -> None:
+    def restore(self, inputs: CheckpointInputOffload) -> None:
         """Bring the tensors back to the device, with the layout that they had."""
         for number, (value, order) in enumerate(zip(self.values, self.orders, strict=True)):
             if order is not None:
                 assert isinstance(value, OffloadedInput)
                 inverse = sorted(range(len(order)), key=order.__getitem__)
-                self.values[number] = _detached(inputs.unpack(value).permute(inverse))
+                self.values[number] = _detach(inputs.unpack(value).permute(inverse))
 
 
 class _KernelMode(TorchDispatchMode):
-    """Sees what attention runs in a pass of a block; ``kept`` is what its kernels returned in the forward pass."""
+    """A mode that sees what attention runs in a pass of a block; ``kept`` is what its kernels returned in the forward
+    pass."""
 
     def __init__(self, kept: Kept, inputs: CheckpointInputOffload | None):
         super().__init__()
@@ -138,14 +139,14 @@ class _KernelMode(TorchDispatchMode):
 
 
 class _Keep(_KernelMode):
-    """Keep what attention's kernels return."""
+    """The mode of the forward pass, which keeps what attention's kernels return."""
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
         self._output = None
         yield
         if self._output is not None and self._inputs is not None:
-            self._output.leave(self._inputs)
+            self._output.offload(self._inputs)
         self._kept.append(self._output)
         self._output = None
 
@@ -163,7 +164,7 @@ class _Keep(_KernelMode):
 
 
 class _Return(_KernelMode):
-    """Return what attention's kernels returned in the forward pass, in the same order."""
+    """The mode of the recomputation, which returns what the kernels returned in the forward pass, in the same order."""
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
@@ -174,7 +175,7 @@ class _Return(_KernelMode):
         if self._output is not None and isinstance(first, Tensor) and first._version != self._output.version:
             raise RuntimeError("a kept output of attention was overwritten before its recomputation")
         if self._output is not None and self._inputs is not None:
-            self._output.come_back(self._inputs)
+            self._output.restore(self._inputs)
         yield
         self._output = None
 
@@ -193,8 +194,8 @@ class _Return(_KernelMode):
         return tuple(before.values)
 
 
-def _detached(value: object) -> object:
-    """A detached tensor that shares memory and version counter, as torch's selective checkpointing makes it."""
+def _detach(value: object) -> object:
+    """Return a detached tensor that shares memory and version counter, as torch's selective checkpointing makes it."""
     if not isinstance(value, Tensor):
         return value
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):

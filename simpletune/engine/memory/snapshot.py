@@ -41,6 +41,6 @@ def round_to_block(size: int) -> int:
 
 
 def require_known(kind: str) -> None:
-    """Refuse an unknown kind with a ``ValueError`` that lists the known ones."""
+    """Refuse an unknown kind. Raises ValueError, with the known ones."""
     if kind not in KINDS and kind != HOST:
         raise ValueError(f"{kind!r} is not a kind of memory. Use one of {', '.join((*KINDS, HOST))}")

@@ -18,7 +18,7 @@ BLOCK, WARPS = 2048, 8  # elements of a program, and its warps
 
 
 @triton.jit
-def _rounded(x, noise):
+def _round_bits(x, noise):
     """Round fp32 to bf16 with 16 random bits, given as int16 less 2^15."""
     bits = x.to(tl.int32, bitcast=True) + (noise.to(tl.int32) + 32768)
     cut = (bits & -65536).to(tl.float32, bitcast=True)  # a bf16 number
@@ -31,7 +31,7 @@ def _round(out, x, noise, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     value = tl.load(x + at, mask=inside, other=0.0)
-    tl.store(out + at, _rounded(value, tl.load(noise + at, mask=inside, other=0)), mask=inside)
+    tl.store(out + at, _round_bits(value, tl.load(noise + at, mask=inside, other=0)), mask=inside)
 
 
 @triton.jit
@@ -47,8 +47,8 @@ def _adamw(
     v = tl.load(square + at, mask=inside, other=0.0).to(tl.float32)
     m = tl.where(lerp < 0.5, m + lerp * (g - m), g - (g - m) * (1.0 - lerp))  # as torch's lerp
     v = v * beta_2 + rest_2 * g * g
-    tl.store(mean + at, _rounded(m, tl.load(mean_noise + at, mask=inside, other=0)), mask=inside)
-    tl.store(square + at, _rounded(v, tl.load(square_noise + at, mask=inside, other=0)), mask=inside)
+    tl.store(mean + at, _round_bits(m, tl.load(mean_noise + at, mask=inside, other=0)), mask=inside)
+    tl.store(square + at, _round_bits(v, tl.load(square_noise + at, mask=inside, other=0)), mask=inside)
     weight = tl.load(parameter + at, mask=inside, other=0.0).to(tl.float32)
     if compensation is not None:
         weight += tl.load(compensation + at, mask=inside, other=0.0).to(tl.float32)

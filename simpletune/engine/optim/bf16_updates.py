@@ -141,19 +141,19 @@ def _adamw_by_torch(changed: list[Tensor], read: list[Tensor], factors: list[flo
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Cut tensors of one shape into pieces; if any is not contiguous, all stay whole."""
-    if not in_order(tensors) or tensors[0].numel() <= PIECE:
+    if not are_contiguous(tensors) or tensors[0].numel() <= PIECE:
         yield tensors
         return
     yield from zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True)
 
 
-def in_order(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors are contiguous."""
+def are_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all tensors are contiguous."""
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
 def _round_by_kernel(out: Tensor, x: Tensor, noise: Tensor) -> None:
-    if not in_order([out, x, noise]):
+    if not are_contiguous([out, x, noise]):
         return _round_by_torch(out, x, noise)
     from simpletune.engine.optim import bf16_kernels
 
@@ -161,7 +161,7 @@ def _round_by_kernel(out: Tensor, x: Tensor, noise: Tensor) -> None:
 
 
 def _adamw_by_kernel(changed: list[Tensor], read: list[Tensor], factors: list[float]) -> None:
-    if not in_order([*changed, *read]):
+    if not are_contiguous([*changed, *read]):
         return _adamw_by_torch(changed, read, factors)
     from simpletune.engine.optim import bf16_kernels
 

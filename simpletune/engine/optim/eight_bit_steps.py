@@ -20,7 +20,7 @@ ENTRIES = 256  # of a table for 8-bit numbers
 
 
 class QueuedStep:
-    """Replaces the step of bitsandbytes' optimizers; state, arithmetic and order are theirs."""
+    """A step for bitsandbytes' optimizers in place of their own; state, arithmetic and order are theirs."""
 
     @torch.no_grad()
     def step(self: Any, closure: None = None) -> None:  # bitsandbytes has no types

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Ema(Option):
-    """Exponential moving average used in place of the trained weights for pictures, evaluation and the result."""
+    """Exponential moving average used in place of the trained weights for images, evaluation and the result."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """Decay per step; early steps use (1 + step) / (10 + step) to forget the initial weights. Averages over about
@@ -37,23 +37,20 @@ class Average(Protocol):
                 was not.
         """
 
-    def in_place(self) -> AbstractContextManager[None]:
+    def swap_in(self) -> AbstractContextManager[None]:
         """Swap the average into the parameters within this context."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the fp32 averages by name."""
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Restore what ``tensors`` returned after ``step`` steps, bit for bit.
-
-        Raises:
-            KeyError: a parameter has no average.
-        """
+        """Restore what ``tensors`` returned after ``step`` steps, bit for bit. Raises KeyError if a parameter has no
+        average."""
 
 
 def use_average(average: Average | None) -> AbstractContextManager[None]:
     """Swap the average into the parameters within this context; without an average, do nothing."""
-    return nullcontext() if average is None else average.in_place()
+    return nullcontext() if average is None else average.swap_in()
 
 
 class MovingAverage:
@@ -80,7 +77,7 @@ class MovingAverage:
                 average.sub_(share * (average - parameter))
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         self._ema.store(self.parameters)
         try:
             self._ema.copy_to(self.parameters)

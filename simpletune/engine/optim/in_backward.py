@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from simpletune.engine.optim.loss_scale import LossScale, undone_if
+from simpletune.engine.optim.loss_scale import LossScale, undo_if
 from simpletune.engine.optim.rounding import RoundedOptimizer
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def clip_each(parameters: Iterable[nn.Parameter], norm: float) -> None:
-    """Clip each parameter's gradient to a norm separately; skips parameters without a gradient."""
+    """Clip each parameter's gradient to a norm separately; skip parameters without a gradient."""
     for parameter in parameters:
         if parameter.grad is not None:
             size = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
@@ -56,7 +56,7 @@ def step_in_backward(
         if clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_([parameter], clip_norm, norm)
         with nullcontext() if offloaded is None else offloaded.updating(parameter, optimizer.state[parameter]):
-            with nullcontext() if scale is None else undone_if(~norm.isfinite(), optimizer, [parameter]):
+            with nullcontext() if scale is None else undo_if(~norm.isfinite(), optimizer, [parameter]):
                 optimizer.update(parameter)
         parameter.grad = None
 

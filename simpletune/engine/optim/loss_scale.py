@@ -43,7 +43,7 @@ class LossScale:
         try:
             for portion in portions(whole):
                 group["params"] = portion
-                with undone_if(self.overflow, optimizer, portion):
+                with undo_if(self.overflow, optimizer, portion):
                     optimizer.step()
         finally:
             group["params"] = whole
@@ -55,7 +55,7 @@ class LossScale:
         torch._amp_update_scale_(self.scale, self._grown, self.overflow.float(), GROWTH, BACKOFF, INTERVAL)
 
     def state(self) -> Json:
-        """What a checkpoint stores; reads from the device."""
+        """Return what a checkpoint stores; read from the device."""
         return {"scale": self.scale.item(), "steps_since_change": self._grown.item()}
 
     def load(self, state: Json) -> None:
@@ -81,7 +81,7 @@ def portions(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 
 @contextmanager
-def undone_if(overflow: Tensor, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Iterator[None]:
+def undo_if(overflow: Tensor, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Iterator[None]:
     """Undo, on the device, what an optimizer does to some parameters and their state in this context.
 
     State that the undone update created keeps the values that zero gradients give it, with a step counter of 0.
@@ -96,21 +96,21 @@ def undone_if(overflow: Tensor, optimizer: torch.optim.Optimizer, parameters: li
             parameter.grad.masked_fill_(overflow, 0)
         weights = [(parameter.detach(), parameter.detach().clone()) for parameter in parameters]
         states: list[State] = [optimizer.state[parameter] for parameter in parameters]
-        before = [{name: v.clone() for name, v in _on_device(state, overflow.device)} for state in states]
+        before = [{name: v.clone() for name, v in _device_state(state, overflow.device)} for state in states]
     yield
     with torch.no_grad():
         for weight, old in weights:
             weight.copy_(torch.where(overflow, old, weight))
         for state, earlier in zip(states, before, strict=True):
-            for name, value in _on_device(state, overflow.device):
+            for name, value in _device_state(state, overflow.device):
                 if name in earlier:
                     value.copy_(torch.where(overflow, earlier[name], value))
                 elif name == "step":
                     value.masked_fill_(overflow, 0)
 
 
-def _on_device(state: State, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a parameter's state on a device, without bitsandbytes' constant tables."""
+def _device_state(state: State, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Return the tensors of a parameter's state on a device, without bitsandbytes' constant tables."""
     for name, value in state.items():
         if isinstance(value, Tensor) and value.device == device and not name.startswith("qmap"):
             yield name, value

@@ -49,7 +49,7 @@ class OptimizerOption(Option):
     """Why it cannot update a shard of a parameter by itself; None: it can."""
 
     def rules(self) -> Iterator[Problem]:
-        """Problems of the options on their own."""
+        """Report problems of the options on their own."""
         yield from ()
 
     def build(
@@ -80,12 +80,11 @@ class OptimizerOption(Option):
         return value if name == "step" else value.to(parameter.device)
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Build the underlying optimizer. Its ``step`` must neither read device tensors from the host nor wait for the
-        device."""
+        """Build the underlying optimizer, whose ``step`` neither reads device tensors nor waits for the device."""
         raise NotImplementedError
 
     def load_state(self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], scalars: Json) -> None:
-        """Restore the result of ``state_to_tensors`` bit for bit; moves each tensor to where the optimizer needs it."""
+        """Restore the result of ``state_to_tensors`` bit for bit; move each tensor to where the optimizer needs it."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         merged: State = {**tensors, **scalars["values"]}
         moved: dict[str, Tensor] = {}
@@ -107,7 +106,7 @@ class OptimizerOption(Option):
             optimizer.state[parameter][match[2]] = value
 
     def average(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Average | None:
-        """Return the average of the weights that the optimizer keeps for drawing, evaluating and exporting, or None."""
+        """Return the average that the optimizer keeps for generating, evaluating and exporting, or None."""
         return None
 
 

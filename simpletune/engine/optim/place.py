@@ -29,7 +29,7 @@ class ParameterRange(NamedTuple):
 
 
 class PartGenerator(NamedTuple):
-    """Draws the random numbers of a whole parameter, of which a shard takes its own."""
+    """A generator of a whole parameter's random numbers, of which a shard takes its own."""
 
     generator: torch.Generator | None
     """The whole parameter's generator; None: the global one."""
@@ -49,7 +49,7 @@ class StatePiece(NamedTuple):
     values: State
 
 
-def joined_state(pieces: Sequence[StatePiece], start: int, stop: int) -> State:
+def join_state(pieces: Sequence[StatePiece], start: int, stop: int) -> State:
     """Join and cut saved state for a shard of the elements ``start`` to before ``stop``.
 
     Tensors have one element for each of the parameter's; other values must be equal in all pieces. 8-bit state
@@ -72,7 +72,7 @@ def joined_state(pieces: Sequence[StatePiece], start: int, stop: int) -> State:
             for piece, first in zip(pieces, firsts, strict=True)
         ):
             return _cut_in_blocks(pieces, start, stop)
-        pieces = [piece._replace(values=_in_fp32(piece.values)) for piece in pieces]
+        pieces = [piece._replace(values=_to_fp32(piece.values)) for piece in pieces]
     state: State = {}
     for name, value in pieces[0].values.items():
         if not isinstance(value, Tensor) or not value.dim():
@@ -109,8 +109,8 @@ def _cut_in_blocks(pieces: Sequence[StatePiece], start: int, stop: int) -> State
     return state
 
 
-def _in_fp32(values: State) -> State:
-    """8-bit state in fp32, as bitsandbytes keeps it for small tensors."""
+def _to_fp32(values: State) -> State:
+    """Convert 8-bit state to fp32, as bitsandbytes keeps it for small tensors."""
     wide: State = {name: value for name, value in values.items() if not name.startswith(("qmap", "absmax"))}
     for name in SIGNED:
         if f"absmax{name[-1]}" in values:

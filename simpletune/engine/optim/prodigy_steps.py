@@ -63,7 +63,7 @@ class ProdigySteps(torch.optim.Optimizer):
                     self._update(members, group, number)
 
     def _d(self) -> Tensor:
-        """The estimate; at first d0."""
+        """Return the estimate; at first d0."""
         first = self._parameters[0]
         state = self.state[first]
         if "d" not in state:

@@ -42,7 +42,7 @@ def key_draws(optimizer: torch.optim.Optimizer, seed: int, step: int) -> None:
 
 
 def padded_size(tensor: Tensor) -> int:
-    """The number of elements that a tensor takes in a group's buffer."""
+    """Return the number of elements that a tensor takes in a group's buffer."""
     return -(-tensor.numel() // ALIGNED) * ALIGNED
 
 
@@ -107,7 +107,8 @@ class RoundedOptimizer(torch.optim.Optimizer):
         return not any(hasattr(inner, "begin_step") for inner in self._inner)
 
     def kind_of(self, parameter: nn.Parameter) -> tuple[object, ...]:
-        """Equal for parameters that ``update`` treats alike, if their layouts and states are equal as well."""
+        """Return a key that is equal for parameters that ``update`` treats alike, if their layouts and states are equal
+        as well."""
         number = self._numbers[parameter]
         return id(self._inner[number]), self._wide[number], self._shells[number].device
 
@@ -225,7 +226,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         inner.step()
 
     def _generator(self, number: int, device: torch.device) -> Draws:
-        """The generator of a parameter's draws in this step; None for the global one."""
+        """Return the generator of a parameter's draws in this step; None for the global one."""
         draws = self.param_groups[0]["draws"]
         place = None if self._places is None else self._places[number]
         generator = None

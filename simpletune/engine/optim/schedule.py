@@ -18,14 +18,14 @@ class _Schedule(Option):
     learns, too. transformers and the trainers that use it take s / w, which is one step behind."""
 
     def factor(self, step: int, steps: int) -> float:
-        """The factor on the learning rate in a step, counted from 0, of a run of ``steps``."""
+        """Return the factor on the learning rate in a step, counted from 0, of a run of ``steps``."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         rest = max(1, steps - self.warmup_steps)
         return self.decay(min(1.0, (step - self.warmup_steps) / rest))
 
     def decay(self, progress: float) -> float:
-        """The factor at a fraction (0 to 1) of the run after warm-up."""
+        """Return the factor at a fraction (0 to 1) of the run after warm-up."""
         return 1.0
 
 

@@ -31,11 +31,11 @@ class ScheduleFreeSteps(torch.optim.Optimizer):
             for portion in portions(group["params"]):
                 alike: dict[tuple[float, ...], list[nn.Parameter]] = {}
                 for parameter in portion:
-                    alike.setdefault(self._counted(parameter, group), []).append(parameter)
+                    alike.setdefault(self._count(parameter, group), []).append(parameter)
                 for (step, _, share), members in alike.items():
                     self._update(members, group, step, share)
 
-    def _counted(self, parameter: nn.Parameter, group: State) -> tuple[float, ...]:
+    def _count(self, parameter: nn.Parameter, group: State) -> tuple[float, ...]:
         """Count a step of a parameter: its number, its weight in the sum of weights, and its share in the average."""
         state = self.state[parameter]
         if not state:
@@ -71,7 +71,9 @@ class ScheduleFreeAverage:
     """The average x, an ``Average`` derived from the state of the optimizer (or of one that rounds its weights)."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], beta: float):
-        self._optimizer, self._parameters, self._beta = optimizer, dict(parameters), beta
+        self._optimizer = optimizer
+        self._parameters = dict(parameters)
+        self._beta = beta
 
     def update(self, undone: Tensor | None = None) -> None:
         """Do nothing: the optimizer's step has updated the average."""
@@ -80,7 +82,7 @@ class ScheduleFreeAverage:
         """Do nothing: the optimizer's state and the weights contain the average."""
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         # the weights wait in host memory
         kept = [parameter.detach().cpu().clone() for parameter in self._parameters.values()]
         try:
@@ -98,7 +100,7 @@ class ScheduleFreeAverage:
         return {name: self._average_of(parameter).cpu() for name, parameter in self._parameters.items()}
 
     def _average_of(self, parameter: nn.Parameter) -> Tensor:
-        """x = y + (1 / beta_1 - 1) (y - z), in fp32; before the first step the weights themselves."""
+        """Compute x = y + (1 / beta_1 - 1) (y - z), in fp32; before the first step the weights themselves."""
         y = parameter.detach().float()
         state = self._optimizer.state.get(parameter)
         if not state:

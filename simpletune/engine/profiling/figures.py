@@ -66,7 +66,8 @@ class Recording:
     """(time, change in bytes) of the device's memory, or without a device, of the host's."""
 
     def whole_steps(self, count: int) -> list[Span]:
-        """The first ``count`` recorded steps, without a truncated one after them; a ValueError if there is none."""
+        """Return the first ``count`` recorded steps, without a truncated one after them. Raises ValueError if there is
+        none."""
         found = sorted((span for span in self.ranges if span.name.startswith(STEP)), key=lambda span: span.start)
         if not (steps := found[:count]):
             raise ValueError("the profiler recorded no step")

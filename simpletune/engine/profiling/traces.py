@@ -38,8 +38,11 @@ ENTRIES = 100_000  # of CUDA's memory history
 SUFFIX = ".pt.trace.json.gz"
 MB = 10**6
 # torch-tb-profiler 0.4.3 knows only the categories of older traces; with new ones its operator view has no device time.
-RENAMED = {'"cat": "cuda_runtime"': '"cat": "Runtime"', '"cat": "cuda_driver"': '"cat": "Runtime"',
-           '"cat": "fwdbwd"': '"cat": "forward_backward"'}  # fmt: skip
+RENAMED = {
+    '"cat": "cuda_runtime"': '"cat": "Runtime"',
+    '"cat": "cuda_driver"': '"cat": "Runtime"',
+    '"cat": "fwdbwd"': '"cat": "forward_backward"',
+}
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,22 @@ class EpochTraces:
         facts: Facts,
         warn: Callable[[str], None],
     ):
-        self.option, self.folder, self.facts, self.warn = option, folder, facts, warn
-        self.steps, self.steps_per_epoch = steps, steps_per_epoch
+        # What the run asks for
+        self.option = option
+        self.folder = folder
+        self.facts = facts
+        self.warn = warn
+        self.steps = steps
+        self.steps_per_epoch = steps_per_epoch
         self.epochs = traced_epochs(-(-steps // steps_per_epoch), option.max_traces)
+
+        # Results
         self.written: list[Path] = []
         """The traces."""
         self.summaries: list[Path] = []
         """The summaries, including those of dropped traces."""
+
+        # The current epoch
         self._epoch: int | None = None
         self._place: TraceWindow | None = None
         self._window: Window | None = None
@@ -110,7 +122,7 @@ class EpochTraces:
             self._guard(self._leave, window)
 
     def announce(self, start: int) -> None:
-        """Before the run's first step, ``start``, say what will be recorded if epochs are too short for the window."""
+        """Say, before the run's first step, ``start``, what will be recorded if epochs are too short for the window."""
         places = []
         for epoch in self.epochs:
             first = max(start, epoch * self.steps_per_epoch)
@@ -291,7 +303,9 @@ class Window:
         import torch
         from torch.profiler import ProfilerActivity
 
-        self.place, self._blocks, self._snapshot = place, blocks, snapshot
+        self.place = place
+        self._blocks = blocks
+        self._snapshot = snapshot
         self.done = 0
         """Number of steps so far."""
         with warnings.catch_warnings():
@@ -311,11 +325,7 @@ class Window:
         return max(0, self.done - self.place.warmup)
 
     def start(self) -> None:
-        """Record from the next step on.
-
-        Raises:
-            RuntimeError: another profiler is active.
-        """
+        """Record from the next step on. Raises RuntimeError if another profiler is active."""
         import torch
 
         if torch.autograd._profiler_enabled():
@@ -331,7 +341,7 @@ class Window:
             self._undo += name_ranges(block, f"block {number}")
 
     def step(self) -> bool:
-        """Count a finished step; returns whether it is the last, which ``close`` ends."""
+        """Count a finished step; return whether it is the last, which ``close`` ends."""
         self.done += 1
         is_last = self.done >= self.place.warmup + self.place.active
         if not is_last:
@@ -378,7 +388,7 @@ class Window:
 
 
 def name_ranges(module: nn.Module, name: str) -> list[Callable[[], None]]:
-    """Add a named range around a module's forward pass; returns functions that remove the hooks."""
+    """Add a named range around a module's forward pass; return functions that remove the hooks."""
     from torch.profiler import record_function
 
     ranges: list[record_function] = []
@@ -400,11 +410,8 @@ class TooLarge(Exception):
 
 
 def write_trace(export: Callable[[str], object], folder: Path, max_mb: float) -> Path:
-    """Export a trace into an epoch's folder, gzipped, with the category names that TensorBoard's plugin knows.
-
-    Raises:
-        TooLarge: the file would exceed ``max_mb`` of 10^6 bytes; as after any error, nothing is left behind.
-    """
+    """Export a trace into an epoch's folder, gzipped, with the category names that TensorBoard's plugin knows. Raises
+    TooLarge if the file would exceed ``max_mb`` of 10^6 bytes; as after any error, nothing is left behind."""
     with TemporaryDirectory(dir=folder, prefix=".trace-") as temporary:
         raw, packed = Path(temporary) / "raw.json", Path(temporary) / "packed.json.gz"
         export(str(raw))

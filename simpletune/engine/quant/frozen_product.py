@@ -18,16 +18,16 @@ partial function instead would be another one for each layer, which the compiler
 
 
 def frozen_product(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:  # [..., i] -> [..., o]
-    """x W^T + bias in the type of x, for whose gradient only references to the packed weight are kept."""
+    """Compute x W^T + bias in the type of x, for whose gradient only references to the packed weight are kept."""
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return multiplied(x, weight, bias)
+        return multiply(x, weight, bias)
     unpack, constants, packed = weight
     result: Tensor = _QuantisedProduct.apply(x, unpack, constants, bias, *packed)
     return result
 
 
-def multiplied(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-    """The product, in whose kernel the bias is added."""
+def multiply(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    """Compute the product, in whose kernel the bias is added."""
     unpack, constants, packed = weight
     return F.linear(x, unpack(x.dtype, *constants, *packed), None if bias is None else bias.to(x.dtype))
 
@@ -46,7 +46,7 @@ class _QuantisedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*packed)
         ctx.unpack, ctx.constants = unpack, constants
-        return multiplied(x, (unpack, constants, packed), bias)
+        return multiply(x, (unpack, constants, packed), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -55,10 +55,7 @@ class Int8Conv2d(nn.Conv2d):
     @classmethod
     def from_conv(cls, conv: nn.Conv2d, dtype: torch.dtype) -> Int8Conv2d:
         """Quantise a convolution, with weights in any floating type, on its device; the bias gets the type ``dtype``.
-
-        Raises:
-            ValueError: its padding is not numeric zero padding.
-        """
+        Raises ValueError if its padding is not numeric zero padding."""
         if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
             raise ValueError(
                 f"padding {conv.padding} of {conv.padding_mode} cannot be quantised: it must be a number of zeros"
@@ -83,9 +80,9 @@ class Int8Conv2d(nn.Conv2d):
         return _FrozenInt8Convolution.apply(x, self.weight, self.scale, self.bias, geometry)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:  # [o, i / groups, kh, kw]
-        """The dequantised weight."""
+        """Return the dequantised weight."""
         return dequantise_weight(self.weight, self.scale, dtype)
 
     def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i kh kw]
-        """Some rows of the dequantised weight."""
+        """Return some rows of the dequantised weight."""
         return dequantise_weight(self.weight[first:last], self.scale[first:last], torch.float32).flatten(1)

@@ -78,7 +78,7 @@ torch.library.register_fake("simpletune::int8_gelu_rows", empty_rows, lib=_LIBRA
 torch.library.register_fake("simpletune::int8_gelu_gradient_rows", lambda grad, x, columns: empty_rows(x), lib=_LIBRARY)
 
 
-def _tried(device: torch.device) -> str | None:
+def _try_rows(device: torch.device) -> str | None:
     """Compare rows of GELU and of its gradient with torch's on the CPU."""
     if device.type != "cuda":
         return None
@@ -107,10 +107,10 @@ def fuse_feed_forwards(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for network in module.modules():
             if isinstance(network, FeedForward):
-                network.forward = _fused(network, network.forward)
+                network.forward = _fuse(network, network.forward)
 
 
-def _fused(network: nn.Module, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _fuse(network: nn.Module, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(plain)
     def forward(x: Tensor) -> Tensor:  # [..., i] -> [..., o]
         net = network.net
@@ -134,25 +134,27 @@ def _fused(network: nn.Module, plain: Callable[..., Tensor]) -> Callable[..., Te
 
 
 def _multiplies(layer: nn.Module, x: Tensor) -> TypeGuard[Int8Linear]:
-    """Whether a layer multiplies x in int8, given x's number of rows and device, and has neither update nor hooks."""
+    """Return whether a layer multiplies x in int8, given x's number of rows and device, and has neither update nor
+    hooks."""
     warning = "kernel  GELU NOT quantised in one launch on {device}, but in two: {reason}"
     return (
         isinstance(layer, Int8Linear)
         and layer.int8_products
         and not (layer._forward_hooks or layer._forward_pre_hooks)
-        and int8_products.serves(x)
-        and int8_products.failure_of(_tried, x.device, warning) is None
-        and (not layer.block or int8_products.why_not_rotated(x.device) is None)
+        and int8_products.can_multiply(x)
+        and int8_products.find_failure(_try_rows, x.device, warning) is None
+        and (not layer.block or int8_products.rotation_problem(x.device) is None)
     )
 
 
 def _placeholder(h: Tensor) -> Tensor:
-    """A tensor of h's shape that takes no memory."""
+    """Make a tensor of h's shape that takes no memory."""
     return h.new_empty(()).expand(h.shape)
 
 
 def _gradient_in_place(grad: Tensor, h: Tensor) -> Tensor:
-    """The gradient of h, written over GELU(h)'s gradient, which the second layer made and nothing else holds."""
+    """Compute the gradient of h, written over GELU(h)'s gradient, which the second layer made and nothing else
+    holds."""
     result: Tensor = torch.ops.aten.gelu_backward.grad_input(grad, h, approximate="tanh", grad_input=grad)
     return result
 

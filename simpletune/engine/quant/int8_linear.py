@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from simpletune.engine.quant.frozen_product import Packed, frozen_product
 from simpletune.engine.quant.int8_products import (
+    can_multiply,
     dequantise_weight,
     input_gradient,
     int8_input_gradient,
     int8_product,
     int8_rotated_rows,
-    serves,
-    why_not_rotated,
+    rotation_problem,
 )
 from simpletune.engine.quant.rotation import (
     Rotate,
@@ -54,7 +54,7 @@ def quantise_rows(
     return q, scale
 
 
-def _unpacked(dtype: torch.dtype, block: int, q: Tensor, scale: Tensor) -> Tensor:  # [o, i]
+def _unpack(dtype: torch.dtype, block: int, q: Tensor, scale: Tensor) -> Tensor:  # [o, i]
     weight = dequantise_weight(q, scale, dtype)
     return rotate_rows(weight, block) if block else weight
 
@@ -73,7 +73,7 @@ _last: _Quantised | None = None
 
 
 def shared_rows(x: Tensor, block: int = 0) -> tuple[Tensor, Tensor]:
-    """``int8_rotated_rows`` of a tensor, computed once for consecutive layers that receive the same tensor.
+    """Compute ``int8_rotated_rows`` of a tensor once for consecutive layers that receive the same tensor.
 
     Caches only the last result, only while its tensor exists, and quantises again if the tensor has been modified.
     Recomputed activations are different tensors. A compiled block caches nothing: the compiler merges equal calls when
@@ -162,23 +162,23 @@ class Int8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
         """Compute the product in the input's type."""
         own, block = (self.weight, self.scale, self.bias), self.block
-        if self.int8_products and serves(x) and (not block or not why_not_rotated(x.device)):
+        if self.int8_products and can_multiply(x) and (not block or not rotation_problem(x.device)):
             return Int8Product.apply(x, *shared_rows(x, block), *own, self.int8_gradient, block)
         if block and not (self.rotates_weight and rotates_weight(x, self.out_features)):
             x, block = Rotate.apply(x, block), 0
         return frozen_product(x, self._packed(block), self.bias)
 
     def packed_weight(self) -> Packed | None:
-        """The weight, for a product in somebody else's pass; None if this layer multiplies in another way."""
+        """Return the weight, for a product in somebody else's pass; None if this layer multiplies in another way."""
         return None if self.int8_products or self.block else self._packed(0)
 
     def _packed(self, block: int) -> Packed:
-        return _unpacked, (block,), (self.weight, self.scale)
+        return _unpack, (block,), (self.weight, self.scale)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
-        """The dequantised weight, without its rotation."""
+        """Return the dequantised weight, without its rotation."""
         return self.row_block(0, self.out_features)
 
     def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i]
-        """Some rows of the dequantised weight, without its rotation."""
+        """Return some rows of the dequantised weight, without its rotation."""
         return rotate_weight(self.weight[first:last].float() * self.scale[first:last, None], self.block)

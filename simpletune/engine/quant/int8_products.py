@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from simpletune.engine.kernels.fallback import Fallback, with_room
+from simpletune.engine.kernels.fallback import Fallback, run_with_room
 from simpletune.engine.quant.rotation import SIZES, hadamard, rotate_rows, rotates_weight
 from simpletune.system.console import say
 from simpletune.system.devices import sm
-from simpletune.system.shell import install
+from simpletune.system.shell import install_command
 
 FEW_ROWS = 16
 """Up to this many rows the weights are dequantised, because a tile of the kernel would be mostly empty."""
@@ -42,16 +42,14 @@ def int8_rows(
     x: Tensor,  # [..., k]
     columns: Tensor | None = None,  # fp32 [k]; None: ones
 ) -> tuple[Tensor, Tensor]:  # int8 [m, k], fp32 [m]
-    """Quantise to symmetric, nearest int8 with one scale per row: x * columns ~ q * scale, |error| <= scale / 2.
-
-    A row of zeros gets scale 1. A row with NaN or infinity gets scale NaN, so that every product with it is NaN.
-    """
+    """Quantise to symmetric, nearest int8 with one scale per row: x * columns ~ q * scale, |error| <= scale / 2."""
+    # A row of zeros gets scale 1. One with NaN or infinity gets scale NaN, so that every product with it is NaN.
     return torch.ops.simpletune.int8_rows(x, columns)
 
 
 def int8_rotated_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Quantise x H like ``int8_rows``, without rounding x H to x's type in between; ``block``, the size of H's blocks
-    (rotation.py), divides x's last dimension, or is 0: do not rotate."""
+    """Quantise x H like ``int8_rows``; ``block``: the size of H's blocks (rotation.py), or 0: do not rotate."""
+    # x H is not rounded to x's type before it is quantised; the block divides x's last dimension.
     return torch.ops.simpletune.int8_rotated_rows(x, block) if block else int8_rows(x)
 
 
@@ -63,18 +61,14 @@ def int8_product(
     bias: Tensor | None,  # [n]
     dtype: torch.dtype,
 ) -> Tensor:  # [m, n]
-    """Compute (x weight^T) * x_scale * scale + bias in a given type, with an exact sum and the rest in fp32.
-
-    Raises:
-        ValueError: k is so large that a sum may overflow int32.
-    """
+    """Compute (x weight^T) * x_scale * scale + bias in a given type, with an exact sum and the rest in fp32."""
     if x.shape[1] > LONGEST_SUM:
         raise ValueError(f"a sum of {x.shape[1]} int8 products may overflow int32; the limit is {LONGEST_SUM}")
     return torch.ops.simpletune.int8_product(x, x_scale, weight, scale, bias, dtype)
 
 
 def empty_rows(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """Rows and scales of x without values, for fake tensors."""
+    """Make rows and scales of x without values, for fake tensors."""
     rows = x.numel() // x.shape[-1]
     return x.new_empty((rows, x.shape[-1]), dtype=torch.int8), x.new_empty((rows,), dtype=torch.float32)
 
@@ -85,7 +79,7 @@ def _rows_by_torch(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def rounded_rows(values: Tensor) -> tuple[Tensor, Tensor]:  # fp32 [m, k] -> int8 [m, k], fp32 [m]
-    """``int8_rows`` by torch's operators, with the kernel's arithmetic."""
+    """Quantise like ``int8_rows`` by torch's operators, with the kernel's arithmetic."""
     largest = values.abs().amax(dim=1)
     finite = largest < torch.inf  # also false for NaN
     counts = finite & (largest >= LEAST)
@@ -114,7 +108,7 @@ def _product_on_cpu(
 
 
 def rows_kernels() -> Any:
-    """The Triton kernels for rows, imported where a failure of Triton's import counts as one of the kernel."""
+    """Import the Triton kernels for rows, where a failure of Triton's import counts as one of the kernel."""
     from simpletune.engine.quant import int8_rows_kernel
 
     return int8_rows_kernel
@@ -211,37 +205,37 @@ def int8_input_gradient(grad_y: Tensor, q: Tensor, scale: Tensor) -> Tensor:  # 
     return int8_product(rows, row_scale, q.t(), None, None, grad_y.dtype).view(*grad_y.shape[:-1], q.shape[1])
 
 
-def serves(x: Tensor) -> bool:
-    """Whether to multiply a tensor in int8: it has enough rows, and its device supports it."""
-    return x.numel() > FEW_ROWS * x.shape[-1] and why_not(x.device) is None
+def can_multiply(x: Tensor) -> bool:
+    """Return whether to multiply a tensor in int8: it has enough rows, and its device supports it."""
+    return x.numel() > FEW_ROWS * x.shape[-1] and int8_problem(x.device) is None
 
 
-def why_not(device: torch.device) -> str | None:
-    """Why a device cannot multiply in int8, found by trying and logged once; None if it can."""
+def int8_problem(device: torch.device) -> str | None:
+    """Return why a device cannot multiply in int8, found by trying and logged once; None if it can."""
     warning = "products NOT in int8 on {device}, multiplying with dequantised weights: {reason}"
-    return FALLBACK.failed.get(device) or failure_of(_try_products, device, warning)
+    return FALLBACK.failed.get(device) or find_failure(_try_products, device, warning)
 
 
-def why_not_rotated(device: torch.device) -> str | None:
-    """Why a device that multiplies in int8 cannot rotate rows first, tried and logged once; None if it can."""
+def rotation_problem(device: torch.device) -> str | None:
+    """Return why a device that multiplies in int8 cannot rotate rows first, tried and logged once; None if it can."""
     warning = "products NOT in int8 on {device} where inputs are rotated, but with dequantised weights: {reason}"
-    return failure_of(_try_rotated_rows, device, warning)
+    return find_failure(_try_rotated_rows, device, warning)
 
 
-for _constant in (why_not, why_not_rotated):  # not failure_of: with lru_cache, the compiler would trace into it
+for _constant in (int8_problem, rotation_problem):  # not failure_of: with lru_cache, the compiler would trace into it
     _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's decorator imports all of dynamo
 
 
 @lru_cache(maxsize=32)
-def failure_of(trial: Callable[[torch.device], str | None], device: torch.device, warning: str) -> str | None:
-    """What a trial of a kernel finds wrong, or why it fails, logged once; None if nothing is wrong."""
+def find_failure(trial: Callable[[torch.device], str | None], device: torch.device, warning: str) -> str | None:
+    """Return what a trial of a kernel finds wrong, or why it fails, logged once; None if nothing is wrong."""
     with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
         try:
-            reason = with_room(partial(trial, device))
+            reason = run_with_room(partial(trial, device))
         except torch.OutOfMemoryError:
             raise
         except ImportError as error:
-            reason = f"{error}. Triton comes with torch's CUDA builds for Linux ({install('triton')})"
+            reason = f"{error}. Triton comes with torch's CUDA builds for Linux ({install_command('triton')})"
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # no compiler or headers, or it fails
             words = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
             reason = f"{words.strip()[:200]} (Triton needs a C compiler, gcc or CC)"

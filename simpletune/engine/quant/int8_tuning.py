@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.int8_products import FEW_ROWS, int8_product, why_not
+from simpletune.engine.quant.int8_products import FEW_ROWS, int8_problem, int8_product
 from simpletune.system.console import say
 from simpletune.system.options import plural
 
@@ -31,7 +31,7 @@ def tunings(model: nn.Module, rows_of: RowsOf) -> set[Tuning]:
     """Collect the products that the kernels are tuned for.
 
     Args:
-        model: the transformer, with or without an adapter; its tensors are not read.
+        model: the denoiser, with or without an adapter; its tensors are not read.
         rows_of: the rows of each layer.
     """
     found = set()
@@ -65,7 +65,7 @@ def tune(shapes: Iterable[Tuning], device: torch.device, dtype: torch.dtype) -> 
 def announce_tuning(model: nn.Module, rows_of: RowsOf, device: torch.device) -> None:
     """Log how much tuning the first step includes, if any layer multiplies in int8 on this CUDA device."""
     shapes = len(tunings(model, rows_of))
-    if shapes and why_not(device) is None:
+    if shapes and int8_problem(device) is None:
         from simpletune.engine.quant.int8_kernel import TILES
 
         say(

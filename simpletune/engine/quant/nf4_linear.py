@@ -63,7 +63,7 @@ def _scales(absmax: Tensor, steps: Tensor, shape: tuple[int, int]) -> Tensor:  #
     return (absmax * steps[:, 1:]).add_(steps[:, :1]).view(-1)[:blocks]
 
 
-def _unpacked(
+def _unpack(
     dtype: torch.dtype, shape: tuple[int, int], block: int, packed: Tensor, absmax: Tensor, *steps: Tensor
 ) -> Tensor:  # [o, i]
     return rotate_rows(_dequantise(packed, absmax, steps[0] if steps else None, shape, dtype), block)
@@ -114,21 +114,21 @@ class Nf4Linear(nn.Linear):
         return frozen_product(x, self._packed(block), self.bias)
 
     def packed_weight(self) -> Packed | None:
-        """The weight, for a product in somebody else's pass; None if it is rotated."""
+        """Return the weight, for a product in somebody else's pass; None if it is rotated."""
         return None if self.block else self._packed(0)
 
     def _packed(self, block: int) -> Packed:
         packed = self.weight, self.absmax, *([] if self.steps is None else [self.steps])
-        return _unpacked, ((self.out_features, self.in_features), block), packed
+        return _unpack, ((self.out_features, self.in_features), block), packed
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
-        """The dequantised weight, without its rotation."""
+        """Return the dequantised weight, without its rotation."""
         shape = self.out_features, self.in_features
         weight = _dequantise(self.weight, self.absmax, self.steps, shape, torch.float32)
         return rotate_weight(weight, self.block)
 
     def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i]
-        """Some rows of ``dequantise``; dequantises all of them if they share a scale with their neighbours."""
+        """Return some rows of ``dequantise``; dequantises all of them if they share a scale with their neighbours."""
         width = self.in_features
         if width % BLOCK:
             return self.dequantise()[first:last]

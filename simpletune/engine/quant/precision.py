@@ -19,7 +19,7 @@ ITEM = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's type for a key of ``DTYPES``."""
+    """Return torch's type for a key of ``DTYPES``."""
     import torch
 
     dtype: torch.dtype = getattr(torch, DTYPES[name])
@@ -49,11 +49,11 @@ class WeightPrecision(Option):
     """Fields that affect only how weights are multiplied, not how they are stored."""
 
     def auto_compute(self, has_bf16: bool = True) -> str:
-        """What ``compute`` auto means on a device with bf16 (the CPU, cards from sm_80 on), or without."""
+        """Return what ``compute`` auto means on a device with bf16 (the CPU, cards from sm_80 on), or without."""
         return "bf16" if has_bf16 else "fp16"
 
     @property
-    def settled(self) -> str:
+    def settled_compute(self) -> str:
         """``compute``; for auto without a chosen device, what auto means on a device with bf16."""
         return self.auto_compute() if self.compute == "auto" else self.compute
 
@@ -68,25 +68,24 @@ class WeightPrecision(Option):
     @property
     def compute_type(self) -> str:
         """The type of activations, and of weights that are not quantised: a key of ``DTYPES``."""
-        return self.settled
+        return self.settled_compute
 
     @property
     def encoder_type(self) -> str:
-        """The type in which text encoders run, and autoencoders that were not made for fp16: the products' type, but
-        fp32 instead of fp16."""
+        """The type of text encoders and of autoencoders not made for fp16."""
         # T5's feed-forward layers and SD3's autoencoder overflow in fp16
-        return "fp32" if self.settled == "fp16" else self.settled
+        return "fp32" if self.settled_compute == "fp16" else self.settled_compute
 
     def compute_dtype(self) -> torch.dtype:
-        """``compute_type`` for torch."""
+        """Return ``compute_type`` for torch."""
         return torch_dtype(self.compute_type)
 
     def product_dtype(self) -> torch.dtype:
-        """The type of the transformer's products, with autocast applied."""
-        return torch_dtype(self.settled)
+        """Return the type of the denoiser's products, with autocast applied."""
+        return torch_dtype(self.settled_compute)
 
     def encoder_dtype(self) -> torch.dtype:
-        """``encoder_type`` for torch."""
+        """Return ``encoder_type`` for torch."""
         return torch_dtype(self.encoder_type)
 
     @property
@@ -95,7 +94,7 @@ class WeightPrecision(Option):
         return False
 
     def autocast_on(self, device: torch.device) -> AbstractContextManager[object]:
-        """Within this context, multiply in the products' type; does nothing where the weights have it."""
+        """Multiply in the products' type within this context; do nothing where the weights have it."""
         import torch
 
         return torch.autocast(device.type, self.product_dtype()) if self.autocast else nullcontext()
@@ -109,28 +108,25 @@ class WeightPrecision(Option):
         return f"products in {self.compute_label}"
 
     def describe(self) -> str:
-        """Describe weights and products in words."""
+        """Describe weights and products."""
         return f"{self.weights} weights, {self.describe_matmul()}"
 
     def cache_key(self) -> dict[str, object]:
-        """The options that determine the bytes of the weights, as JSON; without a rotation if there is none, so that
-        bases cached before rotations existed keep their key."""
-        options = self.model_dump(mode="json", exclude=set(self.arithmetic)) | {"compute": self.settled}
+        """Return the options that determine the bytes of the weights, as JSON; without a rotation if there is none, so
+        that bases cached before rotations existed keep their key."""
+        options = self.model_dump(mode="json", exclude=set(self.arithmetic)) | {"compute": self.settled_compute}
         return {name: value for name, value in options.items() if (name, value) != ("rotation", "none")}
 
     def quantises(self, layer: nn.Module) -> bool:
-        """Whether to quantise layers of this kind inside the model's units."""
+        """Return whether to quantise layers of this kind inside the model's units."""
         return False
 
     def convert(self, layer: nn.Module, per_sample: bool = False) -> nn.Module:
-        """Quantise a layer, for which ``quantises`` is true, on its device.
+        """Quantise a layer, in its type on disk, for which ``quantises`` is true, on its device; on the meta device,
+        only create the tensors.
 
-        On the meta device, creates the quantised layer's tensors for a cached base to fill.
-
-        Args:
-            layer: the layer, in its type on disk.
-            per_sample: whether it sees one row for each sample, as modulations do: its error is the same for all of the
-                sample's tokens or pixels, so it does not average out.
+        ``per_sample``: whether it sees one row for each sample, as modulations do: its error is the same for all of the
+        sample's tokens or pixels, so it does not average out.
         """
         raise TypeError(f"{type(self).__name__} does not quantise")
 
@@ -171,7 +167,7 @@ class FP32(WeightPrecision):
 
     @property
     def autocast(self) -> bool:
-        return self.settled != "fp32"
+        return self.settled_compute != "fp32"
 
 
 class QuantisedPrecision(WeightPrecision):
@@ -196,7 +192,7 @@ class QuantisedPrecision(WeightPrecision):
 
 
 def describe_rotation(rotation: str) -> str:
-    """The rotation of linear layers for messages; empty if there is none."""
+    """Describe the rotation of linear layers for messages; empty if there is none."""
     return "" if rotation == "none" else f"; linear layers' weights and inputs rotated ({rotation})"
 
 
@@ -210,16 +206,17 @@ class Int8(QuantisedPrecision):
     """int8 weights, 1 byte each, for a frozen base."""
     products: Literal["dequantised", "int8"] = "dequantised"
     """How the blocks' linear layers multiply. dequantised: every pass converts the weight to the compute type first;
-    int8: activations are quantised to int8 row by row, and a Triton kernel multiplies int8 x int8. int8 is meant to be
-    faster, which has not been measured on a GPU yet; a product's error grows from 0.8 to 1.2%, and more if activations
-    have outliers. LoRA's own products stay in the compute type, and convolutions dequantise."""
+    int8: activations are quantised to int8 row by row, and a Triton kernel multiplies int8 x int8. It pays where the
+    card limits a step and not the host: GeForce cards of sm_80 and newer (predicted); on an H100 it was slower. Errors
+    grow, above all if activations have outliers (docs/explanation/int8.md). LoRA's own products stay in the compute
+    type, and convolutions dequantise."""
     input_gradient: Literal["dequantised", "int8"] = "dequantised"
     """How the backward pass computes these layers' input gradients. int8: gradients are quantised like activations;
     needs products int8."""
     rotation: Literal["none", "hadamard"] = "none"
     """Rotate the linear layers' weights, and their inputs in every pass, by a block Hadamard matrix of 256, 64 or 16
-    columns (arXiv:2512.03673), so that outliers do not decide the scales: with a few columns of the activations 30
-    times as large, int8 products err by 1.1 to 1.4% in place of 5 to 9%. Costs time. Convolutions are not rotated."""
+    columns (arXiv:2512.03673), so that outliers do not decide the scales (docs/explanation/int8.md has the
+    errors). Costs time. Convolutions are not rotated."""
 
     bytes_per_weight: ClassVar[float] = 1
     arithmetic: ClassVar[frozenset[str]] = frozenset({"products", "input_gradient"})
@@ -300,7 +297,7 @@ class Int8Quanto(QuantisedPrecision):
 
 # 4 bits each, at the quantiles of a normal distribution (arXiv:2305.14314, section 3), in blocks of 64. Three kinds of
 # layers keep more bits. Layers outside the model's blocks stay in the compute type, as with int8. Convolutions are
-# int8. The blocks' modulation is int8 by default: its error is the same for every token of a picture, so it does not
+# int8. The blocks' modulation is int8 by default: its error is the same for every token of an image, so it does not
 # average out. On blocks of SD3 Medium's size with random weights, nf4 throughout changes a block's residual update by
 # 23%, nf4 with int8 modulation by 17%, and int8 throughout by 2%.
 class Nf4(QuantisedPrecision):
@@ -308,16 +305,16 @@ class Nf4(QuantisedPrecision):
 
     weights: Literal["nf4"] = "nf4"
     """nf4 weights, half a byte each, for a frozen base: half of int8's memory and nine times its rounding error.
-    Convolutions (69% of SD 1.5's weights) are int8."""
+    Convolutions are int8."""
     double_quantisation: bool = True
     """Store the scales in 8 bits, not 32: 0.52 instead of 0.56 bytes per weight, and less than 0.1% more error."""
     modulation: Literal["int8", "nf4"] = "int8"
-    """Precision of the blocks' modulation: adaLN, a third of SD3's weights; time_emb_proj, 3% of SD 1.5's. int8: a
-    quarter less error in every block of SD3; nf4: 0.3 GiB less for SD3 Medium."""
+    """Precision of the blocks' modulation: adaLN, a third of SD3's weights; time_emb_proj, 3% of SD 1.5's. int8
+    errs less, nf4 takes less memory (docs/reference/memory-levers.md)."""
     rotation: Literal["none", "hadamard"] = "none"
     """Rotate the linear layers' weights, and their inputs in every pass, by a block Hadamard matrix of 256, 64 or 16
-    columns (arXiv:2512.03673), so that outliers do not decide the scales: a sixth less error where weights have heavy
-    tails. Costs time. Convolutions are not rotated."""
+    columns (arXiv:2512.03673), so that outliers do not decide the scales (docs/explanation/int8.md has the
+    errors). Costs time. Convolutions are not rotated."""
 
     bytes_per_weight: ClassVar[float] = 0.5
 

@@ -28,7 +28,7 @@ _LIBRARY.impl("rotated", torch.library.fallthrough_kernel, "Autograd")  # Rotate
 
 
 def rotation_block(rotation: Rotation, layer: nn.Linear) -> int:
-    """The size of the blocks in which a layer's inputs are rotated; 0: they are not, or no size divides them."""
+    """Return the size of the blocks in which a layer's inputs are rotated; 0: they are not, or no size divides them."""
     return next((size for size in SIZES if rotation != "none" and layer.in_features % size == 0), 0)
 
 
@@ -58,7 +58,7 @@ def rotate_weight(weight: Tensor, block: int) -> Tensor:  # [o, i] -> fp32 [o, i
 
 @lru_cache(maxsize=16)
 def _matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:  # [B, B]
-    """One block of H, built on the device."""
+    """Build one block of H on the device."""
     return hadamard(torch.eye(block, device=device), block).to(dtype)
 
 
@@ -66,14 +66,15 @@ torch.library.register_fake("simpletune::rotated", lambda x, block: x.new_empty(
 
 
 @torch.library.impl(_LIBRARY, "rotated", "CompositeExplicitAutograd")
-def _rotated(x: Tensor, block: int) -> Tensor:
+def _rotate(x: Tensor, block: int) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():  # an inference tensor in the cache could not be used in training
         matrix = _matrix(block, x.dtype, x.device)
     return (x.view(-1, block) @ matrix).view(x.shape)
 
 
 def rotate_rows(x: Tensor, block: int) -> Tensor:  # [..., i] -> [..., i]
-    """x H in x's type, rounded once: exact products summed in fp32. Returns x itself for block 0. Has no gradient."""
+    """Compute x H in x's type, rounded once; return x itself for block 0. Has no gradient."""
+    # exact products, summed in fp32
     return torch.ops.simpletune.rotated(x.contiguous(), block) if block else x
 
 
@@ -91,5 +92,5 @@ class Rotate(torch.autograd.Function):
 
 
 def rotates_weight(x: Tensor, outputs: int) -> bool:
-    """Whether it costs less to rotate a dequantised weight of so many rows back than to rotate x [..., i]."""
+    """Return whether it costs less to rotate a dequantised weight of so many rows back than to rotate x [..., i]."""
     return x.numel() > outputs * x.shape[-1]

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.fake_results import PLAIN, CallResult, Key, call_key, made_again, several_of
+from simpletune.engine.memory.fake_results import PLAIN, CallResult, Key, call_key, remake, remember_several
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.optim.state import State
@@ -41,14 +41,14 @@ class Update(NamedTuple):
 
 
 def count_equal_updates(optimizer: torch.optim.Optimizer) -> None:
-    """In an accounting of fake tensors, run the update of one of several equal parameters, and count the others alike;
+    """Run the update of one of several equal parameters, in an accounting of fake tensors, and count the others alike;
     changes an optimizer that updates parameters one by one and independently of each other."""
     if isinstance(optimizer, RoundedOptimizer) and optimizer.independent:
         optimizer.update = _UpdateCounter(optimizer)  # type: ignore[method-assign]
 
 
 class _UpdateCounter:
-    """Replaces ``RoundedOptimizer.update``."""
+    """A replacement of ``RoundedOptimizer.update``."""
 
     def __init__(self, optimizer: RoundedOptimizer):
         self._optimizer = optimizer
@@ -57,7 +57,7 @@ class _UpdateCounter:
 
     def __call__(self, parameter: nn.Parameter) -> None:
         """Update one parameter."""
-        counting, tensors = accounting.active(), list[FakeTensor]()
+        counting, tensors = accounting.active_accounting(), list[FakeTensor]()
         key = None
         if counting is not None and counting.snapshots is None:
             key = self._key(counting, parameter, tensors)
@@ -67,7 +67,7 @@ class _UpdateCounter:
             return
         known = self._known.get(key)
         if known is not None:
-            self._again(counting, known, parameter, [*tensors, *known.shared])
+            self._repeat(counting, known, parameter, [*tensors, *known.shared])
             return
         before = [weakref.ref(tensor) for tensor in tensors]
         del tensors
@@ -75,7 +75,7 @@ class _UpdateCounter:
         if found is not None:
             self._known[key] = found
 
-    def _again(
+    def _repeat(
         self, counting: Accounting, known: Update, parameter: nn.Parameter, tensors: Sequence[FakeTensor]
     ) -> None:
         """Count an update like an earlier one, and make the parameter's state from the tensors given to it."""
@@ -83,7 +83,7 @@ class _UpdateCounter:
             counting.look(known.allocated)
         if counting.observer is not None:
             counting.observer.repeat(known.work)
-        made = [made_again(tensors[0].fake_mode, result, tensors) for result in known.outputs.results]
+        made = [remake(tensors[0].fake_mode, result, tensors) for result in known.outputs.results]
         counting.see(each for each in made if isinstance(each, Tensor))
         names = (name for name in known.names if name not in known.plain)
         values = {**dict(zip(names, made, strict=True)), **known.plain}
@@ -96,10 +96,10 @@ class _UpdateCounter:
         than the state."""
         existed, begin, on_host = counting.storages(), counting.current, counting.host_bytes
         seen = None if counting.observer is None else counting.observer.begin()
-        with counting.apart() as peaks:
+        with counting.separate_peaks() as peaks:
             self._plain(parameter)
         end, top = counting.current, peaks.largest
-        work = None if counting.observer is None else counting.observer.seen_since(seen)
+        work = None if counting.observer is None else counting.observer.work_since(seen)
         assert isinstance(parameter, FakeTensor)
         alive = [each() for each in before]
         given = [parameter if each is None else each for each in alive]  # what was freed is not a result
@@ -112,7 +112,7 @@ class _UpdateCounter:
             and existed.get(place := value.untyped_storage()._cdata) is later.get(place) is not None
         ]
         results, given = list(values.values()), [*given, *shared]
-        outputs = several_of(results, given)
+        outputs = remember_several(results, given)
         left = end.bytes - begin.bytes + counting.host_bytes - on_host
         old = {tensor.untyped_storage()._cdata for tensor in given}
         storages = [each.untyped_storage() for each in results]
@@ -126,7 +126,7 @@ class _UpdateCounter:
         return Update(outputs, allocated, work, list(state), shared, plain)
 
     def _key(self, counting: Accounting, parameter: nn.Parameter, tensors: list[FakeTensor]) -> Key | None:
-        """Everything that an update depends on, as a key; None if it may depend on more."""
+        """Return everything that an update depends on, as a key; None if it may depend on more."""
         state = self._optimizer.state[parameter]
         values = _tensors(state)
         given = None
@@ -156,5 +156,5 @@ def _plain_value(value: object) -> object:
 
 
 def _tensors(state: State) -> dict[str, FakeTensor]:
-    """The tensors of a parameter's state."""
+    """Return the tensors of a parameter's state."""
     return {name: value for name, value in state.items() if isinstance(value, FakeTensor)}

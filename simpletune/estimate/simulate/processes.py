@@ -17,8 +17,8 @@ _groups: dict[int, distributed.ProcessGroup | None] = {}  # never destroyed: tor
 
 
 @contextmanager
-def one_of(processes: int) -> Iterator[None]:
-    """Within this context, predict one of this many processes."""
+def simulate_one_of(processes: int) -> Iterator[None]:
+    """Predict one of this many processes within this context."""
     global _processes
     before, _processes = _processes, processes
     try:
@@ -27,39 +27,41 @@ def one_of(processes: int) -> Iterator[None]:
         _processes = before
 
 
-def simulated_processes() -> int:
-    """The number of processes of the predicted run."""
+def simulated_process_count() -> int:
+    """Return the number of processes of the predicted run."""
     return _processes
 
 
 @contextmanager
 def fake_processes(processes: int) -> Iterator[None]:
-    """Within this context, make this process the first of a fake group. Restores a real group at the end."""
+    """Make this process the first of a fake group within this context. Restores a real group at the end."""
     from torch import distributed
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from simpletune.engine.memory.fake import replaced
+    from simpletune.engine.memory.fake import replace_attribute
 
     if processes not in _groups:
-        with replaced(c10d._world, "default_pg", None):
+        with replace_attribute(c10d._world, "default_pg", None):
             distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
             _groups[processes] = c10d._world.default_pg
-    with replaced(c10d._world, "default_pg", _groups[processes]):
+    with replace_attribute(c10d._world, "default_pg", _groups[processes]):
         yield
 
 
 @contextmanager
-def counting_gathered() -> Iterator[None]:
-    """Within this context, count what torch gathers as weights, and what it sums as gradients."""
+def count_gathered() -> Iterator[None]:
+    """Count what torch gathers as weights within this context, and what it sums as gradients."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    from simpletune.engine.memory.fake import replaced
+    from simpletune.engine.memory.fake import replace_attribute
 
     kinds = {"unshard": "weights", "wait_for_unshard": "weights", "post_backward": "gradients"}
     with ExitStack() as stack:
         for name, kind in kinds.items():
-            stack.enter_context(replaced(FSDPParamGroup, name, _allocating(kind, getattr(FSDPParamGroup, name))))
+            stack.enter_context(
+                replace_attribute(FSDPParamGroup, name, _allocating(kind, getattr(FSDPParamGroup, name)))
+            )
         yield
 
 

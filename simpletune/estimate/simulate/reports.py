@@ -19,8 +19,8 @@ SIMULATED = 3  # sampling steps: by the third, everything that earlier steps lea
 
 
 def kernel_of(config: TrainConfig, capability: tuple[int, int]) -> str:
-    """The kernel of a run's attention without a mask on a card; see ``attention_kernel``."""
-    return attention_kernel(capability, config.precision.settled, config.speed.attention)
+    """Return the kernel of a run's attention without a mask on a card; see ``attention_kernel``."""
+    return attention_kernel(capability, config.precision.settled_compute, config.speed.attention)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StepReport:
     """The step's work on host and device, in order; empty if nothing recorded it."""
 
     def as_json(self) -> Json:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return {**asdict(replace(self, sections=())), "sections": [section.as_json() for section in self.sections]}
 
     @classmethod
@@ -82,7 +82,7 @@ class JobReport:
     picture, ``evaluate`` for one sample, ``draw`` and ``class`` for a picture of ``SIMULATED`` steps."""
 
     def as_json(self) -> Json:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return {
             "stages": {name: asdict(snapshot) for name, snapshot in self.stages.items()},
             "train": self.train.as_json(),
@@ -98,13 +98,13 @@ class JobReport:
         return cls(stages, StepReport.from_json(data["train"]), data["part_bytes"], work)
 
 
-def square(config: TrainConfig) -> Size:
-    """The picture size that a prediction without data assumes."""
+def square_size(config: TrainConfig) -> Size:
+    """Return the image size that a prediction without data assumes."""
     return config.data.resolution, config.data.resolution
 
 
 def parts_in_steps(config: TrainConfig) -> set[str]:
-    """The parts of the text encoders that run in every training step, instead of once before."""
+    """Return the parts of the text encoders that run in every training step, instead of once before."""
     resident = config.text.resident(config.model.text.trainable)
     return {config.model.text.regions()[name].part for name in resident} if resident else set()
 

@@ -26,21 +26,21 @@ from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.speed import Kernel
 from simpletune.engine.tensors import all_tensors, trained_parameters
 from simpletune.estimate.simulate.equal_updates import count_equal_updates
-from simpletune.estimate.simulate.processes import counting_gathered, fake_processes, simulated_processes
-from simpletune.estimate.simulate.reports import L4, StepReport, kernel_of, square, with_workspace
+from simpletune.estimate.simulate.processes import count_gathered, fake_processes, simulated_process_count
+from simpletune.estimate.simulate.reports import L4, StepReport, kernel_of, square_size, with_workspace
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.load import empty_base
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import empty_text_side
-from simpletune.system.startup import without_collection
+from simpletune.system.startup import pause_collection
 
 
 @dataclass(frozen=True)
 class SimulatedTraining:
-    """A run after its simulated steps, from which the simulation of drawing and evaluating can continue with the
-    training state still allocated. Continuing changes it, so it can be used only once."""
+    """A run after its simulated steps, from which the simulation of generation and evaluation can continue with the
+    training state still allocated."""
 
     report: StepReport
     """Without the libraries' workspaces."""
@@ -64,15 +64,14 @@ def simulate(
     Args:
         config: the run's configuration, demo names resolved.
         size: width and height in pixels; None: the square of ``data.resolution``.
-        capability: the CUDA device's compute capability, for its attention and its libraries' workspaces; None: an L4's
-            attention, and no workspaces.
+        capability: of the CUDA device, for attention and workspaces; None: an L4's attention, no workspaces.
         recorder: records the step's work, to predict its time; None: a recorder for a GPU.
 
     Raises:
         UserError: the model's configuration cannot be read.
     """
     started = time.perf_counter()
-    with fake_tensors(), without_collection():
+    with fake_tensors(), pause_collection():
         report = train(config, size, capability, recorder or Recorder(cuda=True)).report
     extra = 0 if capability is None else cublas_workspace(capability, deterministic=config.speed.deterministic)
     return replace(
@@ -92,18 +91,13 @@ def train(
     limit: int | None = None,
     denoiser: Denoiser | None = None,
 ) -> SimulatedTraining:
-    """Simulate the training stage; call within ``fake_tensors``, unless real tensors are to be counted.
+    """Simulate the training stage within ``fake_tensors``, or with real tensors to be counted; see ``simulate``.
 
-    Args:
-        config: see ``simulate``; likewise the next three.
-        limit: live bytes above which the simulation ends; None: no limit.
-        denoiser: a loaded model without its adapter; None: an empty one.
-
-    Raises:
-        OutOfMemory: the step takes more than the limit.
-        UserError: the model's configuration cannot be read.
+    ``limit``: live bytes above which the simulation ends; None: no limit. ``denoiser``: a loaded model without its
+    adapter; None: an empty one. Raises OutOfMemory if the step takes more than the limit, and UserError if the model's
+    configuration cannot be read.
     """
-    size = size or square(config)
+    size = size or square_size(config)
     if denoiser is None:
         sizes = [size, config.image_size()]
         denoiser = empty_base(config.model, config.memory, config.precision, CPU, sizes)
@@ -118,7 +112,7 @@ def snapshots_of_step(
     """Record device memory after every allocation of a step with optimizer states, for the summaries beside a run's
     traces. Excludes the CUDA libraries' workspaces. ``capability``: of the device's attention; None: an L4's."""
     # Counting every allocation would slow a real step many times over.
-    with fake_tensors(), without_collection():
+    with fake_tensors(), pause_collection():
         denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size, config.image_size()])
         with accounting_like_cuda(config, capability, keep=True) as accounting:
             take_steps(accounting, config, denoiser, size)
@@ -148,7 +142,8 @@ def take_steps(
     recorder: Recorder | None = None,
     limit: int | None = None,
 ) -> SimulatedTraining:
-    """Like ``train``, around a loaded model and within an accounting that the caller opened and may continue."""
+    """Simulate like ``train``, around a loaded model and within an accounting that the caller opened and may
+    continue."""
     started = time.perf_counter()
     speed = config.speed.model_copy(update={"compile": False, "attention": simulated_attention(config)})
     config = config.model_copy(update={"speed": speed})
@@ -173,7 +168,7 @@ def take_steps(
     accounting.forget_peak()
     hooks = accounting.watch_gradients(core.parameters) + accounting.phases.watch_modules(reported_modules(denoiser))
     watching = recorder.watching(accounting) if recorder else nullcontext()
-    with watching, nullcontext() if core.fsdp is None else counting_gathered():
+    with watching, nullcontext() if core.fsdp is None else count_gathered():
         accounting.forget_snapshots()
         take_step(accounting, core, batches, recorder)
         if average is not None:
@@ -195,12 +190,12 @@ def take_steps(
         seconds=time.perf_counter() - started,
         sections=recorder.sections if recorder else (),
     )
-    return SimulatedTraining(report, core, batches, average, denoiser, accounting, fake.active())
+    return SimulatedTraining(report, core, batches, average, denoiser, accounting, fake.active_mode())
 
 
 def assemble_step(accounting: Accounting, config: TrainConfig, denoiser: Denoiser) -> TrainStep:
     """Assemble one process's step core, and register what it holds: what the model gains counts as ``adapter``."""
-    processes = simulated_processes() if config.train.uses_fsdp(simulated_processes()) else 1
+    processes = simulated_process_count() if config.train.uses_fsdp(simulated_process_count()) else 1
     text = empty_text_side(config, CPU)
     base = list(all_tensors(denoiser))
     if text is not None:
@@ -239,7 +234,7 @@ def make_states(accounting: Accounting, core: TrainStep) -> None:
 def take_step(accounting: Accounting, core: TrainStep, batches: SyntheticBatches, recorder: Recorder | None) -> None:
     """Make a step's micro-batches, and take the step."""
     modulation = core.modulation
-    with recorder.shared_by(modulation.window) if recorder and modulation else nullcontext():
+    with recorder.share_work(modulation.window) if recorder and modulation else nullcontext():
         step = batches.step(0)
     tensors = [tensor for batch in step for tensor in batch_tensors(batch)]
     if recorder is not None:
@@ -260,7 +255,7 @@ def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def simulated_attention(config: TrainConfig) -> Kernel:
-    """The kernel to run instead of the configured one: all but math use as much memory as flash."""
+    """Return the kernel to run instead of the configured one: all but math use as much memory as flash."""
     return "math" if config.speed.attention == "math" else "auto"
 
 

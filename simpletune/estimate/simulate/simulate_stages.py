@@ -32,7 +32,7 @@ from simpletune.estimate.simulate.reports import (
     STAGE_THREADS,
     JobReport,
     parts_in_steps,
-    square,
+    square_size,
     with_workspace,
 )
 from simpletune.estimate.simulate.simulate import SimulatedTraining, accounting_like_cuda, simulated_attention, train
@@ -49,9 +49,9 @@ from simpletune.stages.modulation_plan import ModulationSource
 from simpletune.stages.sample import ImageRequest, Sampler
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.synthetic import CPU
-from simpletune.system.console import silent
+from simpletune.system.console import silence
 from simpletune.system.phases import phase
-from simpletune.system.startup import without_collection
+from simpletune.system.startup import pause_collection
 
 Recorders = defaultdict[str, Recorder]  # for the parts of a job, by name
 TextReport = tuple[str, int, MemorySnapshot]  # a text encoder's part, its size at 2 bytes per parameter, its peak
@@ -68,24 +68,24 @@ def simulate_parts(
 
     Args:
         config: the run's configuration, demo names resolved.
-        size: width and height of the training pictures in pixels; None: the square of ``data.resolution``.
+        size: width and height of the training images in pixels; None: the square of ``data.resolution``.
         capability: see ``simulate``.
         trained: the training stage of the same run, if it was simulated before; can be used only once.
 
     Raises:
         UserError: a part's configuration cannot be read.
     """
-    size = size or square(config)
+    size = size or square_size(config)
     recorders = Recorders(partial(Recorder, cuda=True))
-    with fake_tensors(trained.mode if trained else None), without_collection(), silent():
+    with fake_tensors(trained.mode if trained else None), pause_collection(), silence():
         vae = empty_autoencoder(config)
         texts, work = texts_of(config)
         parts = {name: size for name, size, _ in texts} | {"vae": bytes_in_16_bit(vae)}
         resident = parts_in_steps(config)
         work = {name: sections for name, sections in work.items() if name.removeprefix("text.") not in resident}
         trained = trained or train(config, size, capability, Recorder(cuda=True))
-        validate = validation(config, trained, recorders)
-        snapshots = {"text": largest([each for each in texts if each[0] not in resident])}
+        validate = simulate_validation(config, trained, recorders)
+        snapshots = {"text": largest_snapshot([each for each in texts if each[0] not in resident])}
         if isinstance(config.prior, ClassImages):
             snapshots["class"] = simulate_class_images(config, capability, recorders)
         snapshots["latents"] = simulate_encoding(config.model, vae, size, recorders)
@@ -98,17 +98,17 @@ def simulate_parts(
 def simulate_stage(
     config: TrainConfig, stage: str, capability: tuple[int, int], recorders: Recorders | None = None
 ) -> MemorySnapshot:
-    """Predict ``text``, ``class``, ``latents`` or ``validate`` for the square picture of ``data.resolution``;
+    """Predict ``text``, ``class``, ``latents`` or ``validate`` for the square image of ``data.resolution``;
     ``recorders`` record the parts of ``text``."""
-    with fake_tensors(), without_collection(), silent():
+    with fake_tensors(), pause_collection(), silence():
         if stage == "text":
-            snapshot = largest(text_snapshots(config, recorders))
+            snapshot = largest_snapshot(text_snapshots(config, recorders))
         elif stage == "class":
             snapshot = simulate_class_images(config, capability)
         elif stage == "latents":
-            snapshot = simulate_encoding(config.model, empty_autoencoder(config), square(config))
+            snapshot = simulate_encoding(config.model, empty_autoencoder(config), square_size(config))
         else:
-            found = validation(config, train(config, capability=capability))
+            found = simulate_validation(config, train(config, capability=capability))
             assert found is not None, "the run draws nothing"
             snapshot = found
     return with_workspace(snapshot, cublas_workspace(capability, STAGE_THREADS[stage], config.speed.deterministic))
@@ -138,7 +138,7 @@ _TEXTS: dict[str, tuple[list[TextReport], dict[str, list[StreamWork]]]] = {}
 
 
 def texts_of(config: TrainConfig) -> tuple[list[TextReport], dict[str, list[StreamWork]]]:
-    """The text encoders' ``text_snapshots`` and their work, cached for runs with the same encoders."""
+    """Return the text encoders' ``text_snapshots`` and their work, cached for runs with the same encoders."""
     model = config.model
     encoders = [(encoder.model, model.files.known_part(encoder.model).config()) for encoder in model.text.encoders]
     about = [model.model_dump(mode="json"), str(config.precision.encoder_dtype()), encoders]
@@ -157,11 +157,11 @@ def text_snapshots(config: TrainConfig, recorders: Recorders | None = None) -> I
         recorder = None if recorders is None else recorders[f"text.{encoder.model}"]
         part = config.model.files.known_part(encoder.model)
         opened = encoder.open_empty(part, dtype, CPU)
-        snapshot = of_encoder(opened, encoder.longest(part.config()), recorder)
+        snapshot = encoder_snapshot(opened, encoder.longest(part.config()), recorder)
         yield encoder.model, 2 * opened.parameter_count(), replace(snapshot, phase="text", module=encoder.name)
 
 
-def of_encoder(opened: OpenEncoder, length: int, recorder: Recorder | None = None) -> MemorySnapshot:
+def encoder_snapshot(opened: OpenEncoder, length: int, recorder: Recorder | None = None) -> MemorySnapshot:
     """Run a text encoder over two batches of prompts of ``length`` tokens; the first batch's outputs live until the
     second's exist."""
     with accounting_of(opened.resident(), recorder) as accounting:
@@ -173,14 +173,14 @@ def of_encoder(opened: OpenEncoder, length: int, recorder: Recorder | None = Non
     return accounting.peak
 
 
-def largest(texts: Iterable[TextReport]) -> MemorySnapshot:
+def largest_snapshot(texts: Iterable[TextReport]) -> MemorySnapshot:
     """Return the largest snapshot of ``text_snapshots``; an empty one without any."""
     nothing = MemorySnapshot(phase="text")
     return max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes, default=nothing)
 
 
 def simulate_encoding(model: Model, vae: nn.Module, size: Size, recorders: Recorders | None = None) -> MemorySnapshot:
-    """Encode one picture with a loaded autoencoder."""
+    """Encode one image with a loaded autoencoder."""
     with (
         accounting_of(all_tensors(vae), None if recorders is None else recorders["latents"]) as accounting,
         torch.no_grad(),
@@ -190,7 +190,7 @@ def simulate_encoding(model: Model, vae: nn.Module, size: Size, recorders: Recor
     return accounting.peak
 
 
-def validation(
+def simulate_validation(
     config: TrainConfig, trained: SimulatedTraining, recorders: Recorders | None = None
 ) -> MemorySnapshot | None:
     """Simulate sampling and evaluation with the training state still allocated; None if the run does neither."""
@@ -226,7 +226,7 @@ def simulate_class_images(
     recorders: Recorders | None = None,
     images: int = 1,
 ) -> MemorySnapshot:
-    """Draw class pictures in one batch with the base alone."""
+    """Generate class images in one batch with the base alone."""
     prior = config.prior
     assert isinstance(prior, ClassImages)
     memory, side, dtype = config.memory, config.data.resolution, config.precision.encoder_dtype()
@@ -252,7 +252,7 @@ def simulate_generation(
     text: Conditioning,  # of one prompt
     images: int = 1,
 ) -> MemorySnapshot:
-    """Draw pictures in one batch; load the autoencoder before sampling begins, and decode one by one."""
+    """Generate images in one batch; load the autoencoder before sampling begins, and decode one by one."""
     wanted, request = request.steps, replace(request, steps=min(SIMULATED, request.steps))
     accounting.register(all_tensors(vae), "weights")
     accounting.forget_peak()
@@ -263,7 +263,7 @@ def simulate_generation(
             kernel = partial(attention_by, simulated_attention(config))
             sampler = Sampler(denoiser, model, config.precision, whole, attention=kernel, objective=config.objective)
             read = inpainting_input(config.model, (request.width, request.height), images)
-            away = shortened(config.model, text)
+            away = shorten(config.model, text)
             z = sampler.denoise([request] * images, [text] * images, [away] * images, inpainting=read)
         with phase("decode"):
             for one in z.split(1):
@@ -271,14 +271,14 @@ def simulate_generation(
     return accounting.peak
 
 
-def shortened(model: Model, text: Conditioning) -> Conditioning:
-    """A prompt's conditioning of another length, if a family's prompts have lengths of their own: guidance away from it
-    then takes a mask."""
+def shorten(model: Model, text: Conditioning) -> Conditioning:
+    """Shorten a prompt's conditioning, if a family's prompts have lengths of their own."""
+    # guidance away from a prompt of another length takes a mask
     return text if model.text.one_length else replace(text, embeds=text.embeds[:-1])
 
 
 def inpainting_input(model: Model, size: Size, images: int) -> Tensor | None:
-    """What a model that inpaints reads beside z_t [b, 1 + c, h, w], without values; None for another."""
+    """Make what a model that inpaints reads beside z_t [b, 1 + c, h, w], without values; None for another."""
     c, h, w = model.autoencoder.shape(*size)
     return torch.zeros(images, 1 + c, h, w) if model.inpaints else None
 
@@ -287,9 +287,12 @@ class ShapesOnlyModel:
     """A family for sampling whose noise levels have no values."""
 
     def __init__(self, family: Model):
-        self.autoencoder, self.predict, self.flow = family.autoencoder, family.predict, family.flow
+        self.autoencoder = family.autoencoder
+        self.predict = family.predict
+        self.flow = family.flow
         self.skipped_steps = family.skipped_steps
-        self.text, self.inpaints = family.text, family.inpaints
+        self.text = family.text
+        self.inpaints = family.inpaints
 
     def solver(self, objective: TrainingObjective, size: Size, steps: int, skipped: int) -> Euler:
         """Return a solver whose levels have no values; a real one keeps at most two more latents."""
@@ -297,11 +300,13 @@ class ShapesOnlyModel:
 
 
 class WholeWindowModulation:
-    """Compute the modulation of the whole window of a picture of ``steps`` sampling steps, and return the part for the
+    """The modulation of the whole window of an image of ``steps`` sampling steps, of which it returns the part for the
     few simulated ones."""
 
     def __init__(self, modulation: ModulationSource, steps: int, simulated: int):
-        self.modulation, self.window, self.fact = modulation, modulation.window, modulation.fact
+        self.modulation = modulation
+        self.window = modulation.window
+        self.fact = modulation.fact
         self.ratio = min(self.window, steps) / min(self.window, simulated)
 
     def __call__(self, time: Tensor, pooled: Tensor | None) -> Tensor:  # [n], [n, p] -> [n, m]

@@ -36,10 +36,8 @@ LONGEST = 0.03  # seconds; longer operations are extrapolated from smaller shape
 def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECONDS) -> Path:
     """Measure the device (cuda or cpu), write its constants to ``out`` or into the cache's ``folder``, and print a few.
 
-    Begins nothing further after ``budget`` seconds.
-
-    Raises:
-        UserError: the device does not exist, or something failed to be measured; the rest is written.
+    Begins nothing further after ``budget`` seconds. Raises UserError if the device does not exist, or something failed
+    to be measured; the rest is written.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: torch finds no CUDA device. Use --device cpu")
@@ -54,15 +52,14 @@ def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECON
     for line in constants_lines(constants):
         say(line)
     say(f"written {file}: {len(constants.grids)} kinds of operations in {constants.seconds:.0f} s")
-    late = [name for name, why in constants.failed.items() if why == _over(budget)]
+    late = [name for name, why in constants.failed.items() if why == _budget_note(budget)]
     if late:
         say(f"note    not measured in {budget:.0f} s: {join_names(late, 3)}. --seconds S gives more time")
     failed = {name: why for name, why in constants.failed.items() if name not in late}
     if failed:
         raise UserError(
-            "not measured: " + "; ".join(f"{name} ({why})" for name, why in failed.items()) + ". The rest is "
-            f"in {file}", 1
-        )  # fmt: skip
+            f"not measured: {'; '.join(f'{name} ({why})' for name, why in failed.items())}. The rest is in {file}", 1
+        )
     return file
 
 
@@ -88,7 +85,7 @@ def measure(watch: Stopwatch, probes: Iterable[TimingProbe], budget: float) -> C
         failed["steps"] = describe_exception(error)
     for probe in probes:
         if time.perf_counter() - started > budget:
-            failed[probe.name] = _over(budget)
+            failed[probe.name] = _budget_note(budget)
             continue
         try:
             grids[probe.name] = grid_of(watch, probe)
@@ -107,8 +104,8 @@ def measure(watch: Stopwatch, probes: Iterable[TimingProbe], budget: float) -> C
     )
 
 
-def _over(budget: float) -> str:
-    """The reason of measurements that were not begun; a wanted limit, no failure."""
+def _budget_note(budget: float) -> str:
+    """Return the reason of measurements that were not begun; a wanted limit, no failure."""
     return f"{budget:.0f} s were over"
 
 
@@ -128,7 +125,7 @@ def grid_of(watch: Stopwatch, probe: TimingProbe) -> Grid:
 
 
 def _is_within(smaller: tuple[int, ...], point: tuple[int, ...]) -> bool:
-    """Whether no extent of a point is larger than another point's."""
+    """Return whether no extent of a point is larger than another point's."""
     return all(a <= b for a, b in zip(smaller, point, strict=True))
 
 
@@ -151,7 +148,7 @@ def describe_device(watch: Stopwatch) -> Constants:
 
 
 def constants_lines(constants: Constants) -> list[str]:
-    """A few familiar figures: the best rates of products and of memory traffic, and the host's overhead."""
+    """Format a few familiar figures: the best rates of products and of memory traffic, and the host's overhead."""
     lines = []
     for name, grid in constants.grids.items():
         kind, _, dtype = name.partition(".")

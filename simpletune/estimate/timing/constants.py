@@ -73,7 +73,7 @@ class Grid(Option):
 
 
 def _weights(values: Sequence[int], extent: float) -> tuple[tuple[int, float], ...]:
-    """Indices on an axis and their weights, which add up to 1."""
+    """Return indices on an axis and their weights, which add up to 1."""
     if len(values) == 1 or extent <= values[0]:
         return ((0, 1.0),)
     low = min(bisect_right(values, extent), len(values) - 1) - 1
@@ -143,11 +143,8 @@ def write_constants(file: Path, constants: Constants) -> None:
 
 
 def read_constants(file: Path) -> Constants:
-    """Read the file of a device's constants.
-
-    Raises:
-        UserError: it cannot be read, or was written in another format.
-    """
+    """Read the file of a device's constants. Raises UserError if it cannot be read, or was written in another
+    format."""
     try:
         return Constants.model_validate_json(file.read_bytes())
     except (OSError, ValidationError) as error:

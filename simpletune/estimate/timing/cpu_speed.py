@@ -17,7 +17,7 @@ import torch
 from simpletune.estimate.timing.calibrate import describe_device
 from simpletune.estimate.timing.composite import composites
 from simpletune.estimate.timing.host_probes import host_seconds
-from simpletune.estimate.timing.probes import TYPES, TimingProbe, int8_products, of_type
+from simpletune.estimate.timing.probes import TYPES, TimingProbe, int8_products, probes_of_type
 from simpletune.estimate.timing.speeds import CalibratedSpeeds
 from simpletune.estimate.timing.stopwatch import Call, CpuStopwatch, cpu_seconds
 
@@ -34,8 +34,8 @@ class CurrentCpuSpeeds(CalibratedSpeeds):
 
     def __init__(self) -> None:
         self._probes = {
-            probe.name: probe for name in TYPES for probe in (*of_type(name, CPU), *int8_products(CPU))
-        }  # fmt: skip
+            probe.name: probe for name in TYPES for probe in (*probes_of_type(name, CPU), *int8_products(CPU))
+        }
         watch = CpuStopwatch()
         found = {"host": host_seconds(watch), "composites": composites(watch)}
         super().__init__(describe_device(watch).model_copy(update=found))
@@ -49,7 +49,7 @@ class CurrentCpuSpeeds(CalibratedSpeeds):
 
 @cache
 def current_cpu_speeds() -> CurrentCpuSpeeds:
-    """This CPU's speeds; a process measures each operation once."""
+    """Return this CPU's speeds; a process measures each operation once."""
     return CurrentCpuSpeeds()
 
 
@@ -66,7 +66,7 @@ def time_operation(probe: TimingProbe, point: tuple[int, ...]) -> float:
 
 
 def _seconds(calls: Sequence[Call]) -> float:
-    """Seconds per call: the median of a few timings."""
+    """Return the seconds per call: the median of a few timings."""
     for call in calls:
         call()
     once = max(1e-7, cpu_seconds(calls[0]))

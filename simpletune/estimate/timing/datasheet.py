@@ -86,11 +86,11 @@ class DatasheetSpeeds:
         self._multiprocessors = card.multiprocessors or UNKNOWN_MULTIPROCESSORS
 
     def host(self, what: str) -> float:
-        """The host's seconds for one of its tasks."""
+        """Return the host's seconds for one of its tasks."""
         return self._host * HOST[what]
 
     def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
-        """Seconds of one kernel."""
+        """Predict the seconds of one kernel."""
         if kind in LINK:
             return KERNEL + extents[0] / (self.card.link * 1e9)
         if kind == "bias":  # part of the product's kernel
@@ -104,14 +104,14 @@ class DatasheetSpeeds:
             times = INT8_GEFORCE if is_geforce(self.card) else INT8
             rate = self._rate * times if is_int8 else self._rate_of(dtype)
             moved = (m * k + n * k) * (1 if is_int8 else ITEM[dtype]) + m * n * ITEM[dtype]
-            filled = self._filled_in_int8(m, n) if is_int8 else self._filled(m, n, k)
+            filled = self._filled_share_in_int8(m, n) if is_int8 else self._filled_share(m, n, k)
             return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
         if kind.startswith("attention"):
             heads, queries, keys, width = extents
             forward, backward = ATTENTION[self.attention(dtype, "masked" in kind)]
             products, share = (5, backward) if kind.endswith("_backward") else (2, forward)
             operations = products * 2 * heads * queries * keys * max(width, 32)
-            return KERNEL + operations / (self._rate_of(dtype) * share) / self._filled(heads * queries, TILE)
+            return KERNEL + operations / (self._rate_of(dtype) * share) / self._filled_share(heads * queries, TILE)
         if kind.startswith("convolution"):
             pixels, inputs, outputs = extents
             moved = ITEM[dtype] * (pixels * (inputs + outputs) + 9 * inputs * outputs)
@@ -119,28 +119,29 @@ class DatasheetSpeeds:
             if self.card.capability >= TF32_FROM:
                 rate = max(rate, self._rate * TF32)
             work = 18 * pixels * inputs * outputs / (rate * CONVOLUTION)
-            return KERNEL + max(work / self._filled(pixels, outputs), moved / self._bandwidth)
+            return KERNEL + max(work / self._filled_share(pixels, outputs), moved / self._bandwidth)
         return KERNEL + TWICE_READ.get(kind, 1.0) * extents[0] / self._bandwidth
 
     def _rate_of(self, dtype: str) -> float:
-        """Operations per second of products in a type."""
+        """Return the operations per second of products in a type."""
         return self._fp32 if dtype == "fp32" else self._rate
 
     def attention(self, dtype: str, masked: bool = False) -> str:
-        """The kernel that torch chooses for a type, as ``ATTENTION`` names it."""
+        """Return the kernel that torch chooses for a type, as ``ATTENTION`` names it."""
         kernel = attention_kernel(self.card.capability, dtype, masked=masked)
         return "flash on Hopper" if kernel == "flash" and self.card.capability[0] in HOPPER else kernel
 
-    def _filled(self, m: int, n: int, k: int = 0) -> float:
-        """The fraction of the card that a product's tiles fill; long sums are split over idle multiprocessors."""
+    def _filled_share(self, m: int, n: int, k: int = 0) -> float:
+        """Return the fraction of the card that a product's tiles fill; long sums are split over idle
+        multiprocessors."""
         tiles = math.ceil(m / TILE) * math.ceil(n / TILE) * max(1, min(16, k // 1024))
         waves = math.ceil(tiles / self._multiprocessors)
         whole = m * n / (math.ceil(m / TILE) * math.ceil(n / TILE) * TILE * TILE)
         return tiles / (waves * self._multiprocessors) * max(whole, 1 / TILE)
 
-    def _filled_in_int8(self, m: int, n: int) -> float:
-        """The fraction of the card that the int8 kernels' tiles fill. They do not split sums, but tuning finds smaller
-        tiles where the usual ones would leave multiprocessors idle."""
+    def _filled_share_in_int8(self, m: int, n: int) -> float:
+        """Return the fraction of the card that the int8 kernels' tiles fill. They do not split sums, but tuning finds
+        smaller tiles where the usual ones would leave multiprocessors idle."""
         tile = TILE if math.ceil(m / TILE) * math.ceil(n / TILE) >= self._multiprocessors else SMALL_TILE
         tiles = math.ceil(m / tile) * math.ceil(n / tile)
         waves = math.ceil(tiles / self._multiprocessors)
@@ -148,7 +149,7 @@ class DatasheetSpeeds:
 
 
 def products_of(card: Card) -> tuple[float, float]:
-    """TFLOP/s of a card's large products, in 16 bits and in fp32; an L4's if the card is unknown."""
+    """Return TFLOP/s of a card's large products, in 16 bits and in fp32; an L4's if the card is unknown."""
     if card.tflops is None or card.fp32_tflops is None:
         return PRODUCTS["L4"]
     named = [each for each in CARDS if each.name == card.name] or cards_like(card.name)
@@ -162,5 +163,5 @@ def products_of(card: Card) -> tuple[float, float]:
 
 
 def is_geforce(card: Card) -> bool:
-    """Whether a card of the table is a GeForce, which sums 16-bit products in fp32 at half rate."""
+    """Return whether a card of the table is a GeForce, which sums 16-bit products in fp32 at half rate."""
     return card.tflops is not None and card.half_rate

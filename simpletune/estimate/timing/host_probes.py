@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from simpletune.engine.memory.recompute import recomputed
+from simpletune.engine.memory.recompute import recompute
 from simpletune.estimate.timing.stopwatch import Call, Stopwatch
 from simpletune.system.rng import stream
 
@@ -37,7 +37,7 @@ class _Through(torch.autograd.Function):
 
 
 def host_seconds(watch: Stopwatch) -> dict[str, float]:
-    """The host's seconds for each task that a training step does many times.
+    """Measure the host's seconds for each task that a training step does many times.
 
     Returns:
         ``operation``: dispatching an operation from Python; ``view``: dispatching one that moves no data; ``recorded``:
@@ -80,26 +80,26 @@ def host_seconds(watch: Stopwatch) -> dict[str, float]:
 
 
 def core_seconds() -> float:
-    """Processor seconds of a fixed loop of Python calls and small operations, by which cores compare as they do in the
-    host's part of a step: the least of 50 loops, which take about 10 ms."""
+    """Measure the processor seconds of a fixed loop of Python calls and small operations, by which cores compare as
+    they do in the host's part of a step: the least of 50 loops, which take about 10 ms."""
     x = torch.ones(1)
 
     def once() -> float:
         started = time.thread_time()
         for _ in range(CHAIN):
-            _called(x, x, scale=1.0)
+            _call(x, x, scale=1.0)
         return time.thread_time() - started
 
     with torch.no_grad():
         return min(once() for _ in range(50))
 
 
-def _called(x: Tensor, *others: Tensor, **more: float) -> list[Tensor]:
+def _call(x: Tensor, *others: Tensor, **more: float) -> list[Tensor]:
     return [x.mul(each).view(1) for each in others for _ in more]
 
 
 def _backward_of(call: Callable[[Tensor], Tensor], start: Tensor, in_checkpoint: bool = False) -> Call:
-    """A chain and its backward pass; in a checkpoint, the chain runs twice."""
+    """Run a chain and its backward pass; in a checkpoint, the chain runs twice."""
 
     def chain(y: Tensor) -> Tensor:
         for _ in range(CHAIN):
@@ -107,7 +107,7 @@ def _backward_of(call: Callable[[Tensor], Tensor], start: Tensor, in_checkpoint:
         return y
 
     def both() -> None:
-        result = recomputed(chain, (start,)) if in_checkpoint else chain(start)
+        result = recompute(chain, (start,)) if in_checkpoint else chain(start)
         assert isinstance(result, Tensor)
         torch.autograd.grad(result, start)
 
@@ -115,8 +115,8 @@ def _backward_of(call: Callable[[Tensor], Tensor], start: Tensor, in_checkpoint:
 
 
 def machine_rates() -> dict[str, float]:
-    """Seconds per pixel of reading a JPEG (``read_jpeg``) and writing a PNG (``write_png``), and per byte written to
-    the temporary folder's disk (``write_byte``)."""
+    """Measure the seconds per pixel of reading a JPEG (``read_jpeg``) and writing a PNG (``write_png``), and per byte
+    written to the temporary folder's disk (``write_byte``)."""
     from PIL import Image
 
     values = (stream(0, "calibrate").random((SIDE // 8, SIDE // 8, 3)) * 255).astype(np.uint8)
@@ -143,7 +143,7 @@ def _write_file() -> None:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Seconds of a call: the least of three."""
+    """Return the seconds of a call: the least of three."""
     best = float("inf")
     for _ in range(3):
         clock = time.perf_counter()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from simpletune.engine.quant.int8_products import dequantise_weight, int8_product, int8_rows, why_not
+from simpletune.engine.quant.int8_products import dequantise_weight, int8_problem, int8_product, int8_rows
 from simpletune.estimate.timing.stopwatch import Call
 
 Axes = dict[str, list[int]]
@@ -41,18 +41,18 @@ class TimingProbe:
 
 def probes_of(device: torch.device) -> Iterator[TimingProbe]:
     """Yield everything to time on a device, the most informative first."""
-    int8 = why_not(device) is None
+    int8 = int8_problem(device) is None
     for name in ("bf16", "fp32"):
-        yield from of_type(name, device)
+        yield from probes_of_type(name, device)
     if device.type == "cuda":
         yield from copies(device)
     if int8:
         yield from int8_products(device)
     if device.type == "cuda":
-        yield from of_type("fp16", device)  # on a CPU, about as slow as fp32
+        yield from probes_of_type("fp16", device)  # on a CPU, about as slow as fp32
 
 
-def of_type(name: str, device: torch.device) -> Iterator[TimingProbe]:
+def probes_of_type(name: str, device: torch.device) -> Iterator[TimingProbe]:
     """Yield the operations with floating-point operands of one type."""
     dtype = TYPES[name]
     yield from traffic(name, dtype, device)
@@ -62,7 +62,7 @@ def of_type(name: str, device: torch.device) -> Iterator[TimingProbe]:
 
 
 def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
-    """Products in one type and their other layouts, as ``product.TYPE`` and ``product_LAYOUT.TYPE``."""
+    """Yield products in one type and their other layouts, as ``product.TYPE`` and ``product_LAYOUT.TYPE``."""
     cuda = device.type == "cuda"
     rows = [1, 16, 64, 256, 1024, 4096, *([16384] if cuda else [])]
     widths = [16, 64, 256, 640, 1536, 6144] if cuda else [16, 64, 256, 1024, 3072]
@@ -86,8 +86,8 @@ def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Ti
 
 
 def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
-    """Fused attention, forward and forward with backward, as ``attention.TYPE`` and ``attention_both.TYPE``, and with a
-    mask of its keys, as ``attention_masked.TYPE`` and ``attention_masked_both.TYPE``."""
+    """Yield fused attention, forward and forward with backward, as ``attention.TYPE`` and ``attention_both.TYPE``, and
+    with a mask of its keys, as ``attention_masked.TYPE`` and ``attention_masked_both.TYPE``."""
     cuda = device.type == "cuda"
     tokens = [64, 512, 4096] if cuda else [16, 128, 1024]
     axes = {"heads": [2, 24] if cuda else [1, 8], "queries": tokens, "keys": tokens}
@@ -117,7 +117,7 @@ def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[
 
 
 def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
-    """3 x 3 convolutions and their two gradients, as ``convolution.TYPE`` and so on."""
+    """Yield 3 x 3 convolutions and their two gradients, as ``convolution.TYPE`` and so on."""
     cuda = device.type == "cuda"
     channels = [4, 128, 640] if cuda else [4, 32, 128]
     pixels = [64, 1024, 4096, 16384, 262144] if cuda else [64, 1024, 4096]
@@ -143,7 +143,7 @@ def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterato
 
 
 def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
-    """Memory-bound operations, by the bytes that they read and write, as ``KIND.TYPE``."""
+    """Yield memory-bound operations, by the bytes that they read and write, as ``KIND.TYPE``."""
     cuda = device.type == "cuda"
     size = dtype.itemsize
     axes = {"bytes": [2**power for power in ((12, 16, 20, 24, 28, 30) if cuda else (12, 16, 20, 24))]}
@@ -181,12 +181,12 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Tim
     yield probe("unpack_int8", size + 1, lambda count: int8_unpacking(rows(count)))
     yield probe("unpack_nf4", size + 0.5, lambda count: nf4_unpacking(rows(count)))
     yield probe("adam8bit", 2 * size + 2, lambda count: adam8bit_update(flat(count)))
-    if why_not(device) is None:
+    if int8_problem(device) is None:
         yield probe("int8_rows", size + 1, with_(rows, int8_rows))
 
 
 def copies(device: torch.device) -> Iterator[TimingProbe]:
-    """Copies between pinned host memory and the device, as ``to_device.bytes`` and ``to_host.bytes``."""
+    """Yield copies between pinned host memory and the device, as ``to_device.bytes`` and ``to_host.bytes``."""
     axes = {"bytes": [2**12, 2**16, 2**20, 2**24, 2**28]}
 
     def build(back: bool, size: int) -> Call:
@@ -200,7 +200,7 @@ def copies(device: torch.device) -> Iterator[TimingProbe]:
 
 
 def int8_products(device: torch.device) -> Iterator[TimingProbe]:
-    """The project's int8 products, forward and for the input's gradient (``int8_gradient``)."""
+    """Yield the project's int8 products, forward and for the input's gradient (``int8_gradient``)."""
     cuda = device.type == "cuda"
     dtype = torch.bfloat16
     widths = [320, 1536, 6144] if cuda else [64, 256, 1024]
@@ -225,14 +225,14 @@ def int8_products(device: torch.device) -> Iterator[TimingProbe]:
 
 
 def norm_gradient(x: Tensor) -> object:
-    """The gradient of layer norm's input."""
+    """Compute the gradient of layer norm's input."""
     mean = x.new_zeros((len(x), 1), dtype=torch.float32)
     mean = mean if x.device.type == "cuda" else mean.to(x.dtype)
     return torch.ops.aten.native_layer_norm_backward(x, x, [ROW], mean, mean, None, None, [True, False, False])
 
 
 def group_norm_gradient(x: Tensor) -> object:
-    """The gradient of group norm's input."""
+    """Compute the gradient of group norm's input."""
     means, area = x.new_zeros((1, 32)), x.numel() // 32
     grad = x.view(1, 32, area)
     return torch.ops.aten.native_group_norm_backward(
@@ -257,7 +257,7 @@ def nf4_unpacking(x: Tensor) -> Call:
 
 
 def adam8bit_update(x: Tensor) -> Call:
-    """An update by bitsandbytes' Adam with 8-bit state."""
+    """Update by bitsandbytes' Adam with 8-bit state."""
     from bitsandbytes.functional import create_dynamic_map
 
     states = [torch.zeros(x.numel(), dtype=torch.uint8, device=x.device) for _ in range(2)]

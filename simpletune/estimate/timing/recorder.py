@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from simpletune.engine.memory import copy_stream
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.copy_stream import Copies, CopyEvent
-from simpletune.engine.memory.fake import replaced
+from simpletune.engine.memory.fake import replace_attribute
 from simpletune.estimate.timing.sections import COMPUTE, KernelWork, StreamWork
 from simpletune.estimate.timing.work import moves_data, tensor_bytes, tensors_in, works_of
 
@@ -30,14 +30,15 @@ BACKWARD = ("backward", "recompute")
 
 
 @cache
-def about_op(op: OpOverload) -> tuple[str, bool, bool]:
-    """An operation's name without namespace and overload, whether the host runs it, and whether it may move data."""
+def classify_op(op: OpOverload) -> tuple[str, bool, bool]:
+    """Return an operation's name without namespace and overload, whether the host runs it, and whether it may move
+    data."""
     name = op._schema.name.partition("::")[2]
     return name, op.namespace not in ("profiler", "prim"), moves_data(op)
 
 
 class Recorder:
-    """Records the sections of a step."""
+    """The recorded sections of a step."""
 
     def __init__(self, cuda: bool):
         self.cuda = cuda  # whether the step would run on a GPU; a CPU has no queues of copies
@@ -48,13 +49,13 @@ class Recorder:
         self._share = 1.0
         self._stream = COMPUTE
 
-    def shared_by(self, steps: int) -> AbstractContextManager[None]:
+    def share_work(self, steps: int) -> AbstractContextManager[None]:
         """Count the work in this context as shared by several steps."""
-        return replaced(self, "_share", 1 / steps)
+        return replace_attribute(self, "_share", 1 / steps)
 
     def queues(self) -> AbstractContextManager[None]:
         """Make levers that are built in this context report their copies."""
-        return replaced(copy_stream, "_recorded", self._queue) if self.cuda else nullcontext()
+        return replace_attribute(copy_stream, "_recorded", self._queue) if self.cuda else nullcontext()
 
     def begin_work(self, batch: Iterable[Tensor]) -> None:
         """Replace the work of making a simulated batch, except a shared window, by a real batch's copy to the
@@ -65,7 +66,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, accounting: Accounting) -> Iterator[None]:
-        """Within this context, record everything that an accounting sees; forgets what was recorded before."""
+        """Record everything that an accounting sees within this context; forget what was recorded before."""
         self._accounting, self.sections = accounting, []
         function = torch.autograd.Function
         original = function.__dict__["apply"]
@@ -77,7 +78,7 @@ class Recorder:
             return original.__get__(None, cls)(*args, **kwargs)  # in C from torch 2.15 on, without __func__
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(accounting, "observer", self))
+            stack.enter_context(replace_attribute(accounting, "observer", self))
             stack.callback(setattr, function, "apply", original)
             function.apply = classmethod(counted)  # type: ignore[method-assign,assignment]
             handle = register_module_forward_pre_hook(lambda *_: self._host("module"))
@@ -89,8 +90,8 @@ class Recorder:
         last = self._section()
         return len(self.sections), Counter(last.work), Counter(last.host)
 
-    def seen_since(self, begin: object) -> tuple[Counter[KernelWork], Counter[str]] | None:
-        """The work since ``begin``; None if it spans more than one section."""
+    def work_since(self, begin: object) -> tuple[Counter[KernelWork], Counter[str]] | None:
+        """Return the work since ``begin``; None if it spans more than one section."""
         number, work, host = cast(tuple[int, Counter[KernelWork], Counter[str]], begin)
         last = self.sections[-1]
         if len(self.sections) != number or last.event is not None:
@@ -98,7 +99,7 @@ class Recorder:
         return last.work - work, last.host - host
 
     def repeat(self, seen: object) -> None:
-        """Record again the work that ``seen_since`` returned."""
+        """Record again the work that ``work_since`` returned."""
         work, host = cast(tuple[Counter[KernelWork], Counter[str]], seen)
         section = self._section()
         section.work.update(work)
@@ -113,7 +114,7 @@ class Recorder:
             found = list(works_of(op, args, kwargs, output))
             if key is not None:
                 self._known[key] = found
-        section, tensors, (name, on_host, moves) = self._section(), tensors_in((args, kwargs)), about_op(op)
+        section, tensors, (name, on_host, moves) = self._section(), tensors_in((args, kwargs)), classify_op(op)
         if on_host and not found:
             section.host["view"] += 1
         elif op.namespace == "simpletune":
@@ -125,7 +126,7 @@ class Recorder:
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
                 section.host["recorded"] += 1
                 section.host["recomputed"] += section.phase in BACKWARD
-        if self.cuda and moves and (moved := self._over_the_link(name, tensors)):
+        if self.cuda and moves and (moved := self._link_copy(name, tensors)):
             section.work[moved] += 1
             if moved.kind != "brought":
                 return
@@ -133,7 +134,7 @@ class Recorder:
         for work in found:  # Counter.update is slow
             section.work[work] += 1
 
-    def _over_the_link(self, name: str, tensors: Sequence[Tensor]) -> KernelWork | None:
+    def _link_copy(self, name: str, tensors: Sequence[Tensor]) -> KernelWork | None:
         """On a GPU, the copy that an operation with tensors in host memory is, or first needs (``brought``)."""
         assert self._accounting is not None
         large = [t for t in tensors if self._accounting.is_on_host(t) and t.nbytes >= SMALL]
@@ -153,7 +154,8 @@ class Recorder:
         self._section().host[what] += 1
 
     def _section(self) -> StreamWork:
-        """The open section; a new one if phase, module or stream has changed, or something waits for the last one."""
+        """Return the open section; a new one if phase, module or stream has changed, or something waits for the last
+        one."""
         assert self._accounting is not None
         phase, module = self._accounting.phases.place
         last = self.sections[-1] if self.sections else None

@@ -43,7 +43,7 @@ class StreamWork:
     host: Counter[str] = field(default_factory=Counter)
 
     def as_json(self) -> Json:
-        """The section as plain values."""
+        """Return the section as plain values."""
         work = [[each.kind, each.dtype, list(each.extents), count] for each, count in self.work.items()]
         return {**asdict(replace(self, work=Counter(), host=Counter())), "work": work, "host": dict(self.host)}
 

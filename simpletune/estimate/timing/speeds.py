@@ -19,7 +19,7 @@ LARGE = 2**28  # bytes; traffic of this size runs at the memory's bandwidth
 
 
 class Speeds(Protocol):
-    """How long work takes on a device."""
+    """The times that work takes on a device."""
 
     cuda: bool
     rates: Mapping[str, float]
@@ -29,18 +29,22 @@ class Speeds(Protocol):
     """The driver's seconds for a launch, where ``host`` leaves them out."""
 
     def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
-        """Seconds of one kernel (see ``work.KernelWork``)."""
+        """Predict the seconds of one kernel (see ``work.KernelWork``)."""
 
     def host(self, what: str) -> float:
-        """The host's seconds for one of its tasks (see ``host_probes.host_seconds``)."""
+        """Return the host's seconds for one of its tasks (see ``host_probes.host_seconds``)."""
 
 
 class ScaledSpeeds:
     """Speeds whose device's and host's seconds are multiplied, for the ends of a range."""
 
     def __init__(self, speeds: Speeds, device: float, host: float):
-        self._speeds, self._device, self._host = speeds, device, host
-        self.cuda, self.rates, self.launch = speeds.cuda, speeds.rates, host * speeds.launch
+        self._speeds = speeds
+        self._device = device
+        self._host = host
+        self.cuda = speeds.cuda
+        self.rates = speeds.rates
+        self.launch = host * speeds.launch
 
     def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
         return self._device * self._speeds.seconds(kind, dtype, extents)
@@ -76,12 +80,12 @@ class CalibratedSpeeds:
         self.seconds.cache_clear()
 
     def _parts(self, step: Composite) -> tuple[float, float]:
-        """A step's device and host seconds, as predicted so far."""
+        """Return a step's device and host seconds, as predicted so far."""
         device = sum(count * self.seconds(kind, dtype, tuple(extents)) for kind, dtype, extents, count in step.work)
         return device, sum(count * self.host(what) for what, count in step.host.items())
 
     def host(self, what: str) -> float:
-        """The host's overhead in seconds; on a CPU, the operation itself is the device's part."""
+        """Return the host's overhead in seconds; on a CPU, the operation itself is the device's part."""
         each = self.constants.host
         if what == "kernel":  # not measured yet
             what = "operation"
@@ -97,7 +101,7 @@ class CalibratedSpeeds:
         return self._alone(kind, dtype, extents) * (1.0 if kind in LINK else self._device_scale)
 
     def _alone(self, kind: str, dtype: str, extents: Extents) -> float:
-        """Seconds in a loop."""
+        """Predict the seconds of a kernel in a loop."""
         if kind.startswith("product_"):
             seconds = self._time("product", dtype, extents)
             if kind != "product_tn" and f"{kind}.{dtype}" in self.constants.grids:
@@ -120,12 +124,9 @@ class CalibratedSpeeds:
         return self._time(kind, dtype, extents)
 
     def _time(self, kind: str, dtype: str, extents: Extents) -> float:
-        """Seconds according to the grid of a kind; if not measured, a lower bound: that of attention without a mask, or
-        of bytes moved.
-
-        Raises:
-            UserError: the calibration lacks the grid, and the grid of bytes moved cannot replace it.
-        """
+        """Look up the seconds in the grid of a kind; if not measured, a lower bound: that of attention without a mask,
+        or of bytes moved. Raises UserError if the calibration lacks the grid, and the grid of bytes moved cannot
+        replace it."""
         grids, like = self.constants.grids, "bf16" if dtype == "fp16" and self.cuda else "fp32"
         kinds = kind, kind.replace("_masked", "")  # older calibrations lack attention with a mask
         names = [*(f"{each}.{own}" for each in kinds for own in (dtype, like, "bf16")), f"add.{dtype}", "add.fp32"]

@@ -25,7 +25,7 @@ QUEUED = 10  # calls to queue without waiting
 
 
 class CpuStopwatch:
-    """Times operations on the CPU, with operands outside of a core's caches, as in a step."""
+    """A stopwatch for operations on the CPU, with operands outside of a core's caches, as in a step."""
 
     device = torch.device("cpu")
     beyond_caches, most_copies = 2**24, 256
@@ -33,12 +33,12 @@ class CpuStopwatch:
 
     def __init__(self, reference: Call | None = None):
         self._reference = reference or reference_load()
-        self.reference_seconds = statistics.median(self.now() for _ in range(20))
+        self.reference_seconds = statistics.median(self.load_seconds() for _ in range(20))
         """Seconds of the reference load, to which all timings are relative."""
 
     def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
-        """Seconds per call on alternating operands, as in a step. Keeps the results, which would otherwise all be
-        written to the same memory."""
+        """Measure the seconds per call on alternating operands, as in a step. Keeps the results, which would otherwise
+        all be written to the same memory."""
         kept = [call() for call in calls]
 
         def several() -> None:
@@ -48,37 +48,37 @@ class CpuStopwatch:
 
         rounds = 1
         rounds = max(1, int(ENOUGH / cpu_seconds(several)))
-        return self._in_quiet(lambda: cpu_seconds(several)) / (rounds * len(calls))
+        return self._quiet_median(lambda: cpu_seconds(several)) / (rounds * len(calls))
 
     def host_seconds(self, call: Call) -> float:
-        """Seconds per call, repeated without pause."""
+        """Measure the seconds per call, repeated without pause."""
         call()
         repeats = min(MOST, max(1, int(ENOUGH / cpu_seconds(call))))
 
-        return self._in_quiet(lambda: cpu_seconds(lambda: [call() for _ in range(repeats)])) / repeats
+        return self._quiet_median(lambda: cpu_seconds(lambda: [call() for _ in range(repeats)])) / repeats
 
-    def _in_quiet(self, measured: Callable[[], float]) -> float:
-        """The median of measurements relative to the reference load around them, converted to seconds."""
+    def _quiet_median(self, measured: Callable[[], float]) -> float:
+        """Return the median of measurements relative to the reference load around them, converted to seconds."""
         return statistics.median(self.ratios(measured, SAMPLES)) * self.reference_seconds
 
     def ratios(self, measured: Callable[[], float], samples: int) -> list[float]:
-        """Measurements, each divided by the reference load before and after it."""
-        found, before = [], self.now()
+        """Measure several times, each divided by the reference load before and after it."""
+        found, before = [], self.load_seconds()
         for _ in range(samples):
-            seconds, after = measured(), self.now()
+            seconds, after = measured(), self.load_seconds()
             found.append(2 * seconds / (before + after))
             before = after
         return found
 
-    def now(self) -> float:
-        """The reference load's current seconds, with its operands in the caches."""
+    def load_seconds(self) -> float:
+        """Measure the reference load's current seconds, with its operands in the caches."""
         for _ in range(REFERENCES):
             self._reference()
         return statistics.median(cpu_seconds(self._reference) for _ in range(REFERENCES))
 
 
 class CudaStopwatch:
-    """Times operations on a CUDA device."""
+    """A stopwatch for operations on a CUDA device."""
 
     beyond_caches, most_copies = 2**26, 16
 
@@ -89,7 +89,7 @@ class CudaStopwatch:
         """Why no graph could be captured, by kind of operation; times of short operations then include their launch."""
 
     def device_seconds(self, calls: Sequence[Call], what: str = "") -> float:
-        """Seconds per call on alternating operands, without gaps."""
+        """Measure the seconds per call on alternating operands, without gaps."""
         for call in calls[:2]:
             call()
         turns = cycle(calls)
@@ -103,7 +103,7 @@ class CudaStopwatch:
         return min(self._between_events(lambda: next(turns)(), repeats) for _ in range(BEST_OF))
 
     def host_seconds(self, call: Call) -> float:
-        """Seconds until a call returns, measured over fewer calls than the device's queue holds."""
+        """Measure the seconds until a call returns, over fewer calls than the device's queue holds."""
         call()
         found = []
         for _ in range(BEST_OF):
@@ -161,7 +161,7 @@ Stopwatch = CpuStopwatch | CudaStopwatch
 
 
 def cpu_seconds(call: Call) -> float:
-    """Seconds of a call on the CPU; with a single thread, only the time that the thread ran."""
+    """Measure the seconds of a call on the CPU; with a single thread, only the time that the thread ran."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     began = clock()
     call()

@@ -50,7 +50,7 @@ class StepSeconds:
 
 
 def use_of(work: KernelWork) -> str:
-    """The use as which a piece of work counts."""
+    """Return the use as which a piece of work counts."""
     if work.kind.startswith(("product_", "convolution", "int8_product", "int8_gradient")):
         return "products"
     if work.kind.startswith("attention"):
@@ -110,5 +110,5 @@ def _fold(sections: Sequence[StreamWork], costs: Sequence[tuple[float, float]]) 
 
 
 def _completion(events: dict[int, float], wanted: Iterable[int]) -> list[float]:
-    """When events complete; an event that no section sets has completed before."""
+    """Return when events complete; an event that no section sets has completed before."""
     return [events[event] for event in wanted if event in events]

@@ -31,7 +31,7 @@ KINDS = {
 
 @cache
 def moves_data(op: OpOverload) -> bool:
-    """Whether an operation reads or writes elements."""
+    """Return whether an operation reads or writes elements."""
     name, schema = op._schema.name, op._schema
     if op.is_view or torch.Tag.inplace_view in op.tags or "empty" in name or name == "aten::_unsafe_view":
         return False
@@ -40,7 +40,7 @@ def moves_data(op: OpOverload) -> bool:
 
 @cache
 def only_writes(op: OpOverload) -> bool:
-    """Whether an operation reads no operand: it makes a tensor, perhaps like another, or fills one."""
+    """Return whether an operation reads no operand: it makes a tensor, perhaps like another, or fills one."""
     name, schema = op._schema.name, op._schema
     makes = name != "aten::_to_copy" and any(argument.name == "pin_memory" for argument in schema.arguments)
     return makes or name in ("aten::fill_", "aten::zero_") or (RANDOM in op.tags and schema.is_mutable)
@@ -106,7 +106,7 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
 
 
 def _of_group(args: Sequence[object], kwargs: dict[str, object], outputs: Sequence[Tensor]) -> KernelWork:
-    """The work of an operation on a group of tensors."""
+    """Describe the work of an operation on a group of tensors."""
     inputs = tensors_in((args, kwargs))
     first = args[0] if isinstance(args[0], (list, tuple)) else []
     if not outputs:  # in place: the outputs are among the inputs; a fused update writes all but the gradients
@@ -118,7 +118,7 @@ def _of_group(args: Sequence[object], kwargs: dict[str, object], outputs: Sequen
 def _of_bytes(
     op: OpOverload, args: Sequence[object], kwargs: dict[str, object], outputs: Sequence[Tensor]
 ) -> Iterator[KernelWork]:
-    """The work of an operation that only its bytes bound."""
+    """Describe the work of an operation that only its bytes bound."""
     written = {argument.name for argument in op._schema.arguments if argument.is_out} if kwargs else set()
     inputs = tensors_in((args, {argument: value for argument, value in kwargs.items() if argument not in written}))
     if not outputs and op.namespace == "simpletune":
@@ -142,13 +142,13 @@ def _grid_kind(op: OpOverload, inputs: Sequence[Tensor], outputs: Sequence[Tenso
         return "add"
     if outputs[0].dtype in NAMES and any(t.dtype == torch.int8 and t.numel() >= SMALL for t in inputs):
         return "unpack_int8"
-    if op._schema.name != "aten::cat" and any(not dense(tensor) for tensor in (*inputs, *outputs)):
+    if op._schema.name != "aten::cat" and any(not is_dense(tensor) for tensor in (*inputs, *outputs)):
         return "strided"
     return "add"
 
 
-def dense(tensor: Tensor) -> bool:
-    """Whether a tensor is contiguous, apart from expanded dimensions; true for small tensors."""
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor is contiguous, apart from expanded dimensions; true for small tensors."""
     if tensor.numel() < SMALL or tensor.is_contiguous():
         return True
     kept = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride and size > 1]
@@ -161,7 +161,7 @@ def dense(tensor: Tensor) -> bool:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's own elements."""
+    """Return the bytes of a tensor's own elements."""
     if tensor.is_contiguous():
         return tensor.numel() * tensor.element_size()
     own = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
@@ -169,7 +169,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def tensors_in(values: object) -> list[Tensor]:
-    """The tensors of nested arguments."""
+    """Return the tensors of nested arguments."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):
@@ -180,12 +180,13 @@ def tensors_in(values: object) -> list[Tensor]:
 
 
 def _dtype(*groups: Sequence[Tensor]) -> str:
-    """The floating type of the first tensors that have one."""
+    """Return the floating type of the first tensors that have one."""
     return next((NAMES[t.dtype] for tensors in groups for t in tensors if t.dtype in NAMES), "fp32")
 
 
 def _convolution(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> KernelWork:
-    """A convolution as one with 3 x 3 kernels: scales others by their area; kernels of one element are products."""
+    """Convert a convolution to one with 3 x 3 kernels: scale others by their area; kernels of one element are
+    products."""
     pixels, area = y.numel() // y.shape[1], math.prod(weight.shape[2:])
     outputs, inputs = weight.shape[:2]
     if area == 1:

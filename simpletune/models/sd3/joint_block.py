@@ -15,8 +15,8 @@ from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
-from simpletune.engine.kernels.adaln import Gated, ScaleShift, add_gated, modulated
-from simpletune.engine.kernels.rms_norm import normed
+from simpletune.engine.kernels.adaln import GatedTokens, ScaleShift, add_gated, normalise_and_modulate
+from simpletune.engine.kernels.rms_norm import normalise
 
 
 class JointBlock(JointTransformerBlock):
@@ -36,23 +36,23 @@ class JointBlock(JointTransformerBlock):
         parts = norm.linear(norm.silu(temb)).chunk(9 if self.use_dual_attention else 6, dim=1)
         shift, scale, gate, *of_ff = parts
         second = [ScaleShift(of_ff[4], of_ff[3])] if self.use_dual_attention else []  # SD35AdaLayerNormZeroX's order
-        x, inputs = modulated(x, None, [ScaleShift(scale, shift), *second], norm.norm.eps)
+        x, inputs = normalise_and_modulate(x, None, [ScaleShift(scale, shift), *second], norm.norm.eps)
         if self.context_pre_only:  # the last block, without text output: AdaLayerNormContinuous, scale before shift
             scale, shift = norm_text.linear(norm_text.silu(temb).to(text.dtype)).chunk(2, dim=1)
         else:
             shift, scale, *of_text = norm_text.linear(norm_text.silu(temb)).chunk(6, dim=1)
-        text, (normed_text,) = modulated(text, None, [ScaleShift(scale, shift)], norm_text.norm.eps)
+        text, (normed_text,) = normalise_and_modulate(text, None, [ScaleShift(scale, shift)], norm_text.norm.eps)
         attended, attended_text = self.attn(hidden_states=inputs[0], encoder_hidden_states=normed_text, **more)
-        added = Gated(attended, gate)
+        added = GatedTokens(attended, gate)
         if self.use_dual_attention:
             (x,) = add_gated((x, added))
-            added = Gated(self.attn2(hidden_states=inputs[1], **more), of_ff[5])
+            added = GatedTokens(self.attn2(hidden_states=inputs[1], **more), of_ff[5])
         del inputs, normed_text, attended
         x, found = _with_feed_forward(x, added, of_ff, self.norm2, self.ff)
         del added
         if self.context_pre_only:
             return None, add_gated((x, found))[0]
-        of_network = Gated(attended_text, of_text[0])
+        of_network = GatedTokens(attended_text, of_text[0])
         del attended_text
         text, found_text = _with_feed_forward(text, of_network, of_text[1:], self.norm2_context, self.ff_context)
         del of_network
@@ -62,17 +62,17 @@ class JointBlock(JointTransformerBlock):
 
 def _with_feed_forward(
     x: Tensor,  # [b, n, d]
-    added: Gated,
+    added: GatedTokens,
     parts: Sequence[Tensor],  # shift, scale and gate of the network, [b, d] each
     norm: nn.LayerNorm,
     network: nn.Module,
-) -> tuple[Tensor, Gated]:
+) -> tuple[Tensor, GatedTokens]:
     """Add the output of attention, and run the feed-forward network on the normalised sum. Returns the sum, and the
     network's gated output, still to be added."""
     shift, scale, gate = parts[:3]
-    x, inputs = modulated(x, added, [ScaleShift(scale, shift)], norm.eps)
+    x, inputs = normalise_and_modulate(x, added, [ScaleShift(scale, shift)], norm.eps)
     del added
-    return x, Gated(network(inputs.pop()), gate)
+    return x, GatedTokens(network(inputs.pop()), gate)
 
 
 def use_joint_blocks(blocks: Iterable[nn.Module]) -> None:
@@ -119,4 +119,4 @@ class JointAttention:
 
 
 def _normed(attn: Attention, x: Tensor, norm: nn.Module | None) -> Tensor:  # [b, n, d]
-    return x if norm is None else normed(x.view(*x.shape[:2], attn.heads, -1), norm).flatten(2)  # of each head
+    return x if norm is None else normalise(x.view(*x.shape[:2], attn.heads, -1), norm).flatten(2)  # of each head

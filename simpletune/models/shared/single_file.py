@@ -12,15 +12,15 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.engine.tensors import exchanged_halves
+from simpletune.engine.tensors import swap_halves
 from simpletune.models.shared.fused import Rows
 from simpletune.models.shared.model_config import ModelConfig, require_sizes
 from simpletune.models.shared.recognise import A_LORA, OF_DIFFUSERS, kind_of
 from simpletune.system.checksums import fingerprint_of_spans
 from simpletune.system.options import UserError, join_names
 from simpletune.system.portable import join_words
-from simpletune.system.safetensors_file import conversion, read_header, require_safetensors
-from simpletune.system.shell import to_paste
+from simpletune.system.safetensors_file import conversion_command, read_header, require_safetensors
+from simpletune.system.shell import quote_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ def a_lora(file: Path) -> str:
     """What to do with a LoRA that was given in place of something else."""
     named = join_words([str(file)])
     return (
-        f"a LoRA. Draw with it: {to_paste('simpletune', 'generate', '--lora', file)}. Train it further by "
+        f"a LoRA. Draw with it: {quote_command('simpletune', 'generate', '--lora', file)}. Train it further by "
         f"adapter.start={named}, or on top of it by model.loras, in a configuration of its base"
     )
 
@@ -109,7 +109,7 @@ class SingleFile:
         if path.suffix != ".safetensors":
             raise UserError(
                 f"{path} is not a .safetensors file. Pickled checkpoints (.ckpt, .pt) are never opened. Convert it: "
-                f"{conversion(path)}"
+                f"{conversion_command(path)}"
             )
         self.path, self.layout = path, layout
         self.header = {name: entry for name, entry in read_header(path).items() if name != "__metadata__"}
@@ -236,4 +236,4 @@ class OriginalReader:
             tensor = tensor[origin.rows.within(len(tensor))]
         if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             tensor = tensor.to(torch.bfloat16)
-        return exchanged_halves(tensor) if origin.swapped else tensor
+        return swap_halves(tensor) if origin.swapped else tensor

@@ -15,7 +15,7 @@ from simpletune.system import strict_json
 from simpletune.system.hub import is_hub_name, model_folder
 from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.printable import first_line
-from simpletune.system.safetensors_file import conversion
+from simpletune.system.safetensors_file import conversion_command
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class ModelFolder:
         if pickles and not any(self.folder.glob("*.safetensors")):
             raise UserError(
                 f"{self.option}: {self.folder} has only {', '.join(pickles)}. A pickle can run code when it is read: "
-                f"use a copy with model.safetensors, or convert it: {conversion(self.folder / pickles[0])}"
+                f"use a copy with model.safetensors, or convert it: {conversion_command(self.folder / pickles[0])}"
             )
 
     def model(self, kind: type[PreTrainedModel], dtype: torch.dtype, **options: object) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from simpletune.config.family_defaults import family_defaults
 from simpletune.config.schema import TrainConfig
-from simpletune.system.options import Json, Option, documented, item_of, union_of
+from simpletune.system.options import Json, Option, documented_fields, item_of, union_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 def _rows(option: Option, usual: Option | None, prefix: str, tag: str = "") -> list[Setting]:
     """List the fields of one option; ``usual`` is the default of the field that contains it, ``tag`` its union's."""
     found: list[Setting] = []
-    for name, field in documented(type(option)).items():
+    for name, field in documented_fields(type(option)).items():
         value, path = getattr(option, name), prefix + (field.alias or name)
         inherits = usual is not None and (type(usual) is type(option) or name == tag)
         default = getattr(usual, name) if inherits else field.get_default(call_default_factory=True)

@@ -24,7 +24,7 @@ from simpletune.config.prior import NoPrior, PriorOption
 from simpletune.data.plan import Plan
 from simpletune.data.samples import PlannedSample
 from simpletune.data.storage.cache import Cache, crop_key
-from simpletune.engine.memory.copy_stream import pinned
+from simpletune.engine.memory.copy_stream import copy_to_pinned
 from simpletune.models.shared.conditioning import Conditioning, stack
 from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan
 from simpletune.stages.prepared import PreparedData
@@ -273,7 +273,7 @@ class BatchLoader:
                 text=self.text.inputs(own),
             )
             # PyTorch's allocator reuses a step's pinned memory in later ones, once the copies to the device are done.
-            found.append(batch.map(pinned) if self.device.type == "cuda" else batch)
+            found.append(batch.map(copy_to_pinned) if self.device.type == "cuda" else batch)
         return found
 
     def _weights(self, each: Pass, masks: Tensor | None, holes: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

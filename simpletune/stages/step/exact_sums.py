@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, distributed, nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.fsdp.fsdp_model import held_parameters
+from simpletune.engine.fsdp.fsdp_model import local_parameters
 from simpletune.engine.memory import accounting
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.variant import PlainStep
@@ -34,7 +34,7 @@ class ExactSums(PlainStep):
     ):
         super().__init__(config, model, optimizer, accelerator)
         processes = accelerator.num_processes
-        self.tree = TreeSum(held_parameters(model), processes, passes=2 if config.prior.second_pass else 1)
+        self.tree = TreeSum(local_parameters(model), processes, passes=2 if config.prior.second_pass else 1)
         for parameter in self.parameters if processes > 1 else ():
             distributed.broadcast(parameter.data, 0)
 

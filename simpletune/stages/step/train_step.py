@@ -19,7 +19,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.compile import compile_training
 from simpletune.engine.denoiser import Denoiser, model_device, model_units
 from simpletune.engine.fp16_blocks import fp16_blocks_of
-from simpletune.engine.fsdp.fsdp_model import FsdpModel, fsdp_model, held_parameters
+from simpletune.engine.fsdp.fsdp_model import FsdpModel, fsdp_model, local_parameters
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.in_backward import step_in_backward
 from simpletune.engine.optim.loss_scale import LossScale
@@ -222,7 +222,7 @@ def attach(
     if text is not None:
         text.attach_lora(config.train.seed)
         denoiser.add_module(NAME, text)
-    trained = held_parameters(denoiser)
+    trained = local_parameters(denoiser)
     ratios, places = [lr_ratio(config, name) for name in trained], None if fsdp is None else fsdp.places
     optimizer = config.optimizer.build(trained.values(), in_backward, ratios, places)
     if in_backward:
@@ -248,5 +248,5 @@ def ignore_frozen_in_ddp(denoiser: nn.Module) -> None:
 
 def average_of(config: TrainConfig, denoiser: nn.Module, optimizer: torch.optim.Optimizer) -> Average | None:
     """Start the average of the weights to draw, evaluate and export: the EMA, the optimizer's, or None."""
-    parameters = held_parameters(denoiser)
+    parameters = local_parameters(denoiser)
     return config.ema.build(parameters) if config.ema else config.optimizer.average(optimizer, parameters)

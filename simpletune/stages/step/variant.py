@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from simpletune.adapters.methods.adapter import TrainingMethod
 from simpletune.adapters.text.update import TextUpdate, text_disabled, without_text
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.fsdp.fsdp_model import FsdpModel, held_parameters
+from simpletune.engine.fsdp.fsdp_model import FsdpModel, local_parameters
 from simpletune.engine.optim.in_backward import clip_each
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.stages.modulation_plan import replay
@@ -115,7 +115,7 @@ class PlainStep(StepVariant):
     ):
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
         self.denoiser: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        self.parameters = list(held_parameters(model).values())
+        self.parameters = list(local_parameters(model).values())
         self.process = config.objective.process(config.model.files.scheduler_config, config.model.flow)
         self.dtype = config.precision.compute_dtype()
 

@@ -43,7 +43,7 @@ class HubStore(StoreReader):
 
 @contextmanager
 def _errors(what: str) -> Iterator[None]:
-    """Turn every failure of the hub into a ``StoreError`` that names what was read."""
+    """Turn every failure of the hub into a StoreError that names what was read."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -119,7 +119,7 @@ class ObjectStore(Store):
                 raise ObjectChanged(CHANGED) from None
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignores those that do not exist."""
+        """Remove objects; ignore those that do not exist."""
         import obstore
 
         with self._errors("removing old files"):
@@ -131,7 +131,7 @@ class ObjectStore(Store):
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Turn every failure of the store into a ``StoreError`` that names the operation."""
+        """Turn every failure of the store into a StoreError that names the operation."""
         from obstore.exceptions import BaseError
 
         try:

@@ -18,11 +18,11 @@ Content = TypeVar("Content", bytes, bytearray)
 
 
 class StoreError(OSError):
-    """Report that a place could not be read or written."""
+    """The error of a place that could not be read or written."""
 
 
 class ObjectChanged(StoreError):
-    """Report that a file to be replaced has changed."""
+    """The error of a file to be replaced that has changed."""
 
 
 class StoreReader(ABC):
@@ -39,19 +39,12 @@ class StoreReader(ABC):
     @abstractmethod
     def versions(self, prefix: str = "") -> dict[str, tuple[int, str]]:
         """List the files under a prefix that ends in ``/``: their sizes in bytes, and a text that changes with their
-        content (empty if unknown), by key.
-
-        Raises:
-            StoreError: they cannot be listed.
-        """
+        content (empty if unknown), by key. Raises StoreError if they cannot be listed."""
 
     @abstractmethod
     def read_range(self, key: str, start: int, end: int) -> bytearray:
-        """Read a file's bytes from ``start`` to before ``end``.
-
-        Raises:
-            StoreError: there is no such file, it is shorter, or it could not be read in any of ``READS`` attempts.
-        """
+        """Read a file's bytes from ``start`` to before ``end``. Raises StoreError if there is no such file, it is
+        shorter, or it could not be read in any of ``READS`` attempts."""
 
 
 class Store(StoreReader):
@@ -90,11 +83,8 @@ class Store(StoreReader):
 
     @abstractmethod
     def upload(self, file: Path, key: str) -> None:
-        """Store a file atomically. A folder of the same file system moves it; otherwise it stays.
-
-        Raises:
-            StoreError: it could not be stored, or has another size there.
-        """
+        """Store a file atomically. A folder of the same file system moves it; otherwise it stays. Raises StoreError if
+        it could not be stored, or has another size there."""
 
 
 class RangeFile(io.RawIOBase):
@@ -102,7 +92,9 @@ class RangeFile(io.RawIOBase):
     before an end."""
 
     def __init__(self, read_range: Callable[[int, int], bytes | bytearray], size: int):
-        self._read_range, self._size, self._at = read_range, size, 0
+        self._read_range = read_range
+        self._size = size
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -116,7 +108,7 @@ class RangeFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read bytes; returns fewer only at the end."""
+        """Read bytes; return fewer only at the end."""
         end = self._size if size is None or size < 0 else min(self._size, self._at + size)
         data = bytes(self._read_range(self._at, end)) if end > self._at else b""
         self._at += len(data)
@@ -124,7 +116,7 @@ class RangeFile(io.RawIOBase):
 
 
 def send_with_retries(call: Callable[[], T]) -> T:
-    """Send a request to a store until it answers, up to ``READS`` times; ``ObjectChanged`` is raised at once."""
+    """Send a request to a store until it answers, up to ``READS`` times. Raises ObjectChanged at once."""
     for _ in range(READS - 1):
         try:
             return call()
@@ -136,7 +128,7 @@ def send_with_retries(call: Callable[[], T]) -> T:
 
 
 def require_length(content: Content, wanted: int, what: str) -> Content:
-    """Return a content of the wanted length; ``StoreError`` if it has another."""
+    """Return a content of the wanted length. Raises StoreError if it has another."""
     if len(content) != wanted:
         raise StoreError(f"{what} gave {len(content):,} bytes instead of {wanted:,}")
     return content

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.system.options import Json
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -44,7 +44,7 @@ class TensorBoard:
 
     def summary(self, values: Json) -> str:
         self._text("summary", values, values.get("steps", self.start))
-        return to_paste("tensorboard", "--logdir", self.folder.parent)
+        return quote_command("tensorboard", "--logdir", self.folder.parent)
 
     def close(self, failed: bool) -> None:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletune.system.options import Json
-from simpletune.system.shell import install, to_paste
+from simpletune.system.shell import install_command, quote_command
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,7 +32,7 @@ class Trackio:
         try:
             import trackio
         except ImportError as error:
-            raise ImportError(f"{error}. Install it: {install(*PACKAGES)}") from None
+            raise ImportError(f"{error}. Install it: {install_command(*PACKAGES)}") from None
         self._trackio: Any = trackio
         self._project, self._step = project, start
         about = {key: value for key, value in config.items() if not key.startswith("$")}
@@ -55,7 +55,7 @@ class Trackio:
     def summary(self, values: Json) -> str:
         text = f"```json\n{json.dumps(values, indent=2)}\n```"
         self._run.log({"summary": self._trackio.Markdown(text)}, step=values.get("steps", self._step))
-        return to_paste("trackio", "show", "--project", self._project)
+        return quote_command("trackio", "show", "--project", self._project)
 
     def close(self, failed: bool) -> None:
         with redirect_stdout(io.StringIO()):

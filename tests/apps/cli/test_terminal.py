@@ -165,9 +165,9 @@ def test_elsewhere_lines_are_plain_and_few(capsys: pytest.CaptureFixture[str], m
 def test_time_left_counts_what_interrupts_training() -> None:
     line = TrainingProgress(100, 0, every={"validate": 25, "save": 50}, took={"validate": 10.0, "save": 4.0})
     # Pictures at 25, 50, 75 and at the end; saved at 50 and at the end.
-    assert line.left(0, 1.0) == 100 + 4 * 10 + 2 * 4
-    assert line.left(25, 1.0) == 75 + 3 * 10 + 2 * 4
-    assert line.left(99, 1.0) == 1 + 10 + 4
+    assert line.seconds_left(0, 1.0) == 100 + 4 * 10 + 2 * 4
+    assert line.seconds_left(25, 1.0) == 75 + 3 * 10 + 2 * 4
+    assert line.seconds_left(99, 1.0) == 1 + 10 + 4
 
 
 def test_the_pace_is_of_recent_steps_without_warm_up(capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ from simpletune.config.load import complete, read_config, read_json, shipped_nam
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate import stored
 from simpletune.system.gpus import CARDS, find_card
-from simpletune.system.options import ConfigError, documented, option_classes
+from simpletune.system.options import ConfigError, documented_fields, option_classes
 
 
 class Form(HTMLParser):
@@ -113,7 +113,7 @@ def change(client: TestClient, values: dict[str, str], **new: str) -> tuple[str,
 def test_every_field_of_the_schema_is_in_the_form_with_its_help() -> None:
     def help_of(option: type, prefix: str = "") -> dict[str, str]:
         found = {}
-        for name, info in documented(option).items():
+        for name, info in documented_fields(option).items():
             key = info.alias or name
             inner = option_classes(info.annotation)
             if len(inner) == 1:

@@ -548,7 +548,7 @@ def test_triton_is_named_where_int8_products_work(reason: str | None, monkeypatc
     monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
     monkeypatch.setattr(probe, "version", lambda name: f"1.0 of {name}")
     monkeypatch.setattr(
-        "simpletune.engine.quant.int8_products.why_not", lambda device: devices.append(str(device)) or reason
+        "simpletune.engine.quant.int8_products.int8_problem", lambda device: devices.append(str(device)) or reason
     )
     assert probe.answer("int8 products") == {"why_not": reason, "triton": None if reason else "1.0 of triton"}
     assert devices == ["cuda:3"]

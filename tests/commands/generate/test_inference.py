@@ -381,7 +381,7 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(mon
     monkeypatch.setattr(module, "generation_bytes", drawing_bytes)
     monkeypatch.setattr(module, "decoding_bytes", lambda config, request: request.width * mib)
     monkeypatch.setattr(module, "precision_of", lambda config, weights: SimpleNamespace(weights=weights))
-    monkeypatch.setattr(job_estimate, "needed", lambda size: size)
+    monkeypatch.setattr(job_estimate, "needed_bytes", lambda size: size)
     asked = [SimpleNamespace(width=side, height=side, guidance=4.0) for side in (64, 3996, 32)]
 
     def require(kind: str) -> None:

@@ -260,7 +260,7 @@ WINDOWS = r"""python sdxl_train_network.py --network_module=networks.lora --trai
 
 @pytest.mark.parametrize("wsl", [True, False])
 def test_paths_of_windows_are_those_of_this_machine(wsl: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translation, "under_wsl", lambda: wsl)
+    monkeypatch.setattr(translation, "is_under_wsl", lambda: wsl)
     file = tmp_path / "run.bat"
     file.write_text(WINDOWS)
     found = import_file(file)

@@ -26,7 +26,7 @@ from simpletune.models.sd15.sd15_option import SD15
 from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import quote_command
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 L4 = find_card("L4")
@@ -394,7 +394,9 @@ def test_the_verb_writes_says_why_and_never_overwrites(
     assert main(words) == 0
     text = capsys.readouterr().out
     assert f"written    {out}" in text and "model.pretrained demo:tiny-sd3: no graphics card here" in text
-    assert f"next       {to_paste('simpletune', 'check', out)}; {to_paste('simpletune', 'train', out)}" in text
+    assert (
+        f"next       {quote_command('simpletune', 'check', out)}; {quote_command('simpletune', 'train', out)}" in text
+    )
     written = out.read_text()
     assert json.loads(written)["data"]["caption_prefix"] == "glim,"
     assert main(words) == 2 and out.read_text() == written
@@ -533,7 +535,9 @@ def test_a_folder_is_trained_with_the_configuration_beside_it(tmp_path: Path, mo
     file.write_text(json.dumps(config | {"name": "mine"}))
     assert find_or_write_config(folder) == file and json.loads(file.read_text())["name"] == "mine"
     told = capsys.readouterr().out
-    assert f"{file} is used again. {to_paste('simpletune', 'init', folder)} --overwrite" in told and no_photos in told
+    assert (
+        f"{file} is used again. {quote_command('simpletune', 'init', folder)} --overwrite" in told and no_photos in told
+    )
     file.write_text(json.dumps(config | {"data": config["data"] | {"path": "demo:pictures"}}))
     with pytest.raises(UserError, match="is a configuration for other pictures"):
         find_or_write_config(folder)

@@ -16,7 +16,7 @@ from simpletune.engine.fsdp.checkpoints import (
     VALUES,
     NonFinite,
     SavedStates,
-    held_rows,
+    load_rows,
     parameter_ranges,
     require_written,
     restore_parts,
@@ -111,7 +111,7 @@ def test_a_process_restores_its_own_rows_of_parts_that_were_cut_elsewhere(rows: 
     assert torch.equal(held, WEIGHTS["wide"][rows])
     assert torch.equal(optimizer.state[held]["exp_avg"], STATE["wide/exp_avg"][rows])
     assert torch.equal(optimizer.state[held]["exp_avg_sq"], STATE["wide/exp_avg_sq"][rows])
-    assert [name for name, _ in held_rows(model, WeightReader([files[0]]))] == ["wide"]
+    assert [name for name, _ in load_rows(model, WeightReader([files[0]]))] == ["wide"]
 
 
 def test_the_state_of_one_file_is_cut_for_a_process(tmp_path: Path) -> None:

@@ -27,11 +27,11 @@ from simpletune.engine.optim.place import (
     PartGenerator,
     StatePiece,
     dequantise_blocks,
-    joined_state,
+    join_state,
     quantise_blocks,
 )
 from simpletune.engine.quant.precision import FP32
-from simpletune.estimate.simulate.processes import fake_processes, one_of
+from simpletune.estimate.simulate.processes import fake_processes, simulate_one_of
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints, saved_file
@@ -342,10 +342,10 @@ def test_state_is_joined_and_cut_in_any_way() -> None:
         ]
         start = chance.randrange(96)
         stop = chance.randrange(start + 1, 98)
-        state = joined_state([p for p in pieces if p.start < stop and start < p.stop], start, stop)
+        state = join_state([p for p in pieces if p.start < stop and start < p.stop], start, stop)
         torch.testing.assert_close(state, {"exp_avg": whole[start:stop], "step": torch.tensor(7.0)}, rtol=0, atol=0)
     with pytest.raises(ValueError, match="lack"):
-        joined_state([StatePiece(0, 5, {"exp_avg": whole[:5]})], 0, 6)
+        join_state([StatePiece(0, 5, {"exp_avg": whole[:5]})], 0, 6)
 
 
 def eight_bit(x: torch.Tensor) -> dict[str, Any]:
@@ -364,11 +364,11 @@ def test_eight_bit_state_keeps_its_bits_where_its_blocks_stay() -> None:
     x = torch.randn(4 * SMALLEST, generator=torch.Generator().manual_seed(1))
     halves = [eight_bit(half) for half in x.chunk(2)]
     pieces = [StatePiece(0, 2 * SMALLEST, halves[0]), StatePiece(2 * SMALLEST, 4 * SMALLEST, halves[1])]
-    whole = joined_state(pieces, 0, 4 * SMALLEST)
+    whole = join_state(pieces, 0, 4 * SMALLEST)
     reference = eight_bit(x)
     for name in ("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"):
         assert torch.equal(whole[name], reference[name]), name
-    again = joined_state([StatePiece(0, 4 * SMALLEST, whole)], SMALLEST, 2 * SMALLEST)
+    again = join_state([StatePiece(0, 4 * SMALLEST, whole)], SMALLEST, 2 * SMALLEST)
     assert torch.equal(again["state1"], halves[0]["state1"][SMALLEST:]) and again["step"] == 3
 
 
@@ -380,12 +380,12 @@ def test_eight_bit_state_is_quantised_anew_where_they_do_not() -> None:
     cut = SMALLEST + 100
     pieces = [StatePiece(0, cut, eight_bit(x[:cut])), StatePiece(cut, len(x), eight_bit(x[cut:]))]
     kept = torch.cat([wide(piece.values) for piece in pieces])  # type: ignore[arg-type]
-    whole = joined_state(pieces, 0, len(x))
+    whole = join_state(pieces, 0, len(x))
     assert whole["state1"].dtype == torch.uint8 and whole["absmax1"].shape == (-(-len(x) // 256),)
     blocks = torch.nn.functional.pad(kept, (0, -len(x) % 256)).view(-1, 256).abs().amax(1)
     error = (wide(whole) - kept).abs() / blocks.repeat_interleave(256)[: len(x)]
     assert error.max() < 0.04  # half of the widest gap of the table, and some
-    small = joined_state([pieces[0]], 50, 150)
+    small = join_state([pieces[0]], 50, 150)
     assert small["state1"].dtype == torch.float32 and torch.equal(small["state1"], kept[50:150])
     table = whole["qmap1"]
     numbers, scales = quantise_blocks(torch.zeros(300), table)
@@ -430,7 +430,7 @@ class Net(torch.nn.Module):
 
 def by_hand(rank: int) -> None:
     """Three steps of AdamW in fp32 by the paper's equations, and in bf16 by rounding a whole model's gradients."""
-    from simpletune.engine.fsdp.fsdp_model import FsdpModel, local
+    from simpletune.engine.fsdp.fsdp_model import FsdpModel, local_rows
     from simpletune.engine.fsdp.rank_zero import gather_parameter
     from simpletune.engine.optim.options import AdamW
     from simpletune.engine.optim.rounding import key_draws
@@ -479,7 +479,7 @@ def by_hand(rank: int) -> None:
                     assert torch.equal(got, mine), (name, step)
                 else:
                     torch.testing.assert_close(got, mine, rtol=1e-5, atol=1e-7)
-                assert torch.equal(local(fsdp.shards[name].whole.detach()).reshape(-1), got)
+                assert torch.equal(local_rows(fsdp.shards[name].whole.detach()).reshape(-1), got)
                 gathered = gather_parameter(fsdp.shards[name], fsdp.group)
                 torch.testing.assert_close(gathered, p.detach(), rtol=1e-5, atol=1e-7)
             optimizer.zero_grad()
@@ -513,7 +513,7 @@ def test_the_memory_of_each_process_is_predicted_from_its_parts(ground: dict[str
     config = validate(changed(ground, "predicted", ema=None), "test")
     reports = []
     for count in (1, 2):
-        with one_of(count):
+        with simulate_one_of(count):
             reports.append(simulate(config))
     whole, half = reports
     sizes = {name: torch.Size(shape).numel() * 4 for name, shape in whole.trained.items()}

@@ -82,5 +82,5 @@ def test_the_kernel_steps_as_float64_and_as_the_cpu(
 
 
 def test_a_tensor_that_does_not_lie_in_order_is_never_given_to_a_kernel() -> None:
-    assert bf16_updates.in_order([torch.ones(3, 4)])
-    assert not bf16_updates.in_order([torch.ones(3, 4), torch.ones(4, 3).t()])
+    assert bf16_updates.are_contiguous([torch.ones(3, 4)])
+    assert not bf16_updates.are_contiguous([torch.ones(3, 4), torch.ones(4, 3).t()])

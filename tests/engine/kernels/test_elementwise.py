@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import elementwise
 from benchmarks.elementwise import Row
 from simpletune.engine.kernels import adaln, rms_norm
-from simpletune.engine.kernels.adaln import Gated, ScaleShift, add_gated, modulated
+from simpletune.engine.kernels.adaln import GatedTokens, ScaleShift, add_gated, normalise_and_modulate
 from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.kernel_workspace import temporaries
 from simpletune.engine.optim import bf16_updates
@@ -135,7 +135,7 @@ def test_a_saved_tensor_is_the_input_and_nothing_wide() -> None:
     rows = torch.randn(2, 96, dtype=torch.bfloat16).chunk(3, dim=1)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        modulated(x, Gated(x * 2, rows[0]), [ScaleShift(*rows[1:])], 1e-6)
+        normalise_and_modulate(x, GatedTokens(x * 2, rows[0]), [ScaleShift(*rows[1:])], 1e-6)
     sides = sorted((tuple(each.shape), each.dtype) for each in saved if each.dim() == 3 or each.dtype == torch.float32)
     assert sides == [((2, 6), torch.float32), ((2, 6), torch.float32), ((2, 6, 32), torch.bfloat16)]
 
@@ -150,8 +150,8 @@ def test_the_sums_and_gradients_are_those_of_the_papers(dtype: torch.dtype) -> N
     weights = [torch.randn(2, 7, 24, generator=generator) for _ in range(3)]
 
     x, y, gate, scale, shift = given
-    total, (out,) = modulated(x, Gated(y, gate), [ScaleShift(scale, shift)], 1e-6)
-    (last,) = add_gated((total, Gated(out, gate)))
+    total, (out,) = normalise_and_modulate(x, GatedTokens(y, gate), [ScaleShift(scale, shift)], 1e-6)
+    (last,) = add_gated((total, GatedTokens(out, gate)))
     found = [total, out, last]
     wide = gated_sum(*exact[:3])
     normed_ = modulated_norm(wide, *exact[3:], 1e-6)
@@ -166,8 +166,8 @@ def test_the_sums_and_gradients_are_those_of_the_papers(dtype: torch.dtype) -> N
 def test_unlike_types_take_torchs_operators() -> None:
     x, rows = torch.randn(1, 3, 8), torch.randn(2, 1, 8, dtype=torch.bfloat16)
     with Counted() as counted:
-        _, (out,) = modulated(x, None, [ScaleShift(*rows)], 1e-6)
-        (total,) = add_gated((x, Gated(x, rows[0])))
+        _, (out,) = normalise_and_modulate(x, None, [ScaleShift(*rows)], 1e-6)
+        (total,) = add_gated((x, GatedTokens(x, rows[0])))
     assert out.dtype == total.dtype == torch.float32
     assert not counted.names["modulate"] and not counted.names["add_gated"]
     exact = modulated_norm(x.double(), rows[0].double(), rows[1].double(), 1e-6)

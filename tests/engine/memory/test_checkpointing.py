@@ -10,7 +10,7 @@ from blocks import BLOCKS, LateCopies, Setting, loss_of, prepare, shake_updates,
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.lora import Lora
-from simpletune.engine.memory.checkpointing import draws_random_numbers, fewest_that_fit, set_passes, too_little
+from simpletune.engine.memory.checkpointing import budget_error, draws_random_numbers, find_fewest, set_passes
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 from simpletune.engine.quant.precision import FP32
 
@@ -70,22 +70,22 @@ def test_every_checkpointed_block_keeps_less_and_the_fewest_for_a_budget_are_tho
     assert measured[0] - measured[1] > 4 * BOUNDARY_BYTES
     for budget in sorted({size + change for size in measured for change in (-1, 0, 1)}):
         fits = [number for number, size in enumerate(measured) if size <= budget]
-        assert fewest_that_fit(BLOCKS, measured.__getitem__, budget) == (fits[0] if fits else None)
+        assert find_fewest(BLOCKS, measured.__getitem__, budget) == (fits[0] if fits else None)
     for blocks in (1, 2, 24):
         for answer in range(blocks):
             asked: list[int] = []
             peak = lambda number: asked.append(number) or 1000 - number  # noqa: B023, E731
-            assert fewest_that_fit(blocks, peak, 1000 - answer) == answer
+            assert find_fewest(blocks, peak, 1000 - answer) == answer
             assert len(asked) <= 1 + blocks.bit_length()
 
 
 def test_the_error_names_a_budget_that_works() -> None:
     gib = 2**30
-    said = str(too_little(gib, 5 * gib // 2 + 5))
+    said = str(budget_error(gib, 5 * gib // 2 + 5))
     assert (
         "memory.budget_gib: 1 GiB is too little: with every block checkpointed" in said and "Raise it to 2.51," in said
     )
-    assert fewest_that_fit(4, lambda number: 5 * gib // 2 + 5, int(2.51 * gib)) == 0
+    assert find_fewest(4, lambda number: 5 * gib // 2 + 5, int(2.51 * gib)) == 0
 
 
 def test_offloaded_inputs_take_their_arithmetic_in_host_memory_once() -> None:

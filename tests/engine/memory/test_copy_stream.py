@@ -11,7 +11,7 @@ from fresh_caches import uncalled
 from torch import Tensor
 
 from simpletune.engine.memory import copy_stream
-from simpletune.engine.memory.copy_stream import PinnedPages, host_bytes, pinned
+from simpletune.engine.memory.copy_stream import PinnedPages, copy_to_pinned, host_bytes
 
 SIZE = 4 * 2**20
 HUGE = Path("/sys/kernel/mm/transparent_hugepage")
@@ -44,7 +44,7 @@ def test_memory_that_cannot_be_pinned_is_pageable_and_said_once(
     monkeypatch.setattr(copy_stream, "_say_not_pinned", uncalled(copy_stream._say_not_pinned))
     for _ in range(2):
         assert host_bytes(SIZE, torch.device("cuda")).fill_(1).numel() == SIZE
-        assert torch.equal(pinned(torch.ones(3)), torch.ones(3))
+        assert torch.equal(copy_to_pinned(torch.ones(3)), torch.ones(3))
     assert capsys.readouterr().out.splitlines() == [
         "warning host memory cannot be pinned, so copies no longer overlap with the computation "
         "(CUDA error: out of memory)"

@@ -31,7 +31,7 @@ from two_processes import LEVERS
 
 from simpletune.adapters.methods.dora import Dora
 from simpletune.config.load import validate
-from simpletune.engine.denoiser import in_units, model_units
+from simpletune.engine.denoiser import model_units, unit_filter
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.machine_weights import MachineWeights, SharedFile, is_shared, shared_loading
 from simpletune.engine.quant.precision import WeightPrecision
@@ -49,7 +49,7 @@ STREAMED = tuple(range(BLOCKS))
 def loaded(weights: MachineWeights, precision: WeightPrecision) -> Any:
     """The model of ``blocks.transformer``, whose blocks stay on the host."""
     with shared_loading(weights):
-        return load(CONFIG, SD3().architecture.random_tensors(CONFIG, 3), precision, CPU, in_units(UNITS))
+        return load(CONFIG, SD3().architecture.random_tensors(CONFIG, 3), precision, CPU, unit_filter(UNITS))
 
 
 def both(precision: WeightPrecision) -> tuple[MachineWeights, Any, MachineWeights, Any]:
@@ -79,7 +79,7 @@ def test_both_train_to_the_bits_of_a_model_of_their_own(name: str, monkeypatch: 
 
 def test_both_have_the_same_pages_and_only_the_first_one_writes() -> None:
     first, filled, other, joined = both(PRECISIONS["int8"])
-    within = in_units(UNITS)
+    within = unit_filter(UNITS)
     names = [name for name, _ in (*filled.named_parameters(), *filled.named_buffers()) if within(name)]
     assert names and first.nbytes == other.nbytes > 0
     for name, tensor in (*joined.named_parameters(), *joined.named_buffers()):
@@ -143,7 +143,7 @@ def test_another_file_and_another_model_are_refused() -> None:
 def test_pages_go_with_the_last_tensor_in_them() -> None:
     weights = MachineWeights.create(ROOM)
     weights.close()
-    tensor = weights.kept(torch.arange(5))
+    tensor = weights.keep(torch.arange(5))
     maps, own = Path("/proc/self/maps"), re.compile(rf"(?m)^0*{weights._pages.address:x}-.*memfd:simpletune-weights")
     assert own.search(maps.read_text())
     del weights

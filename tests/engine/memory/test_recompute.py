@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from simpletune.engine.memory.recompute import recomputed
+from simpletune.engine.memory.recompute import recompute
 
 Run = Callable[..., Tensor]
 
@@ -34,7 +34,7 @@ def by_torch(block: Block, x: Tensor) -> Tensor:
 
 
 def by_ours(block: Block, x: Tensor) -> Tensor:
-    return recomputed(block, (x, 3.0), random=True)
+    return recompute(block, (x, 3.0), random=True)
 
 
 def learned(run: Callable[[Block, Tensor], Tensor], autocast: bool) -> list[Tensor]:
@@ -64,7 +64,7 @@ def test_the_second_pass_ends_with_the_last_saved_tensor() -> None:
         reached.append("end")
         return y
 
-    recomputed(run, (torch.ones(3, requires_grad=True),)).sum().backward()
+    recompute(run, (torch.ones(3, requires_grad=True),)).sum().backward()
     assert reached == ["saved", "end"], "sin saves its input before it computes"
 
 
@@ -81,14 +81,14 @@ def test_a_recomputed_tensor_is_freed_with_the_node_that_saved_it() -> None:
     start = torch.ones(3, requires_grad=True)
     first = start * 2
     first.register_hook(lambda _: seen.append(sum(each() is not None for each in alive[3:])))
-    out = recomputed(run, (first,))
+    out = recompute(run, (first,))
     assert [each() is not None for each in alive] == [False, False, True], "only the output is kept"
     out.sum().backward()
     assert seen == [0]
 
 
 def test_a_second_backward_pass_is_refused() -> None:
-    out = recomputed(torch.exp, (torch.ones(3, requires_grad=True),)).sum()
+    out = recompute(torch.exp, (torch.ones(3, requires_grad=True),)).sum()
     out.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward pass"):
         out.backward()
@@ -101,7 +101,7 @@ def test_a_function_that_saves_less_the_second_time_is_an_error() -> None:
         passes.append(1)
         return x.exp().exp() if len(passes) == 1 else x.exp()
 
-    out = recomputed(run, (torch.ones(3, requires_grad=True),)).sum()
+    out = recompute(run, (torch.ones(3, requires_grad=True),)).sum()
     with pytest.raises(RuntimeError, match="saved 1 tensors, and the forward pass 2"):
         out.backward()
 
@@ -111,10 +111,10 @@ def test_one_checkpoint_inside_another_recomputes_from_the_outer_ones_second_pas
         return torch.tanh(x).exp()
 
     def outer(x: Tensor) -> Tensor:
-        return recomputed(inner, (x * 2,)) * x
+        return recompute(inner, (x * 2,)) * x
 
     grads = []
-    for run in (outer, lambda x: recomputed(outer, (x,))):
+    for run in (outer, lambda x: recompute(outer, (x,))):
         start = torch.linspace(0, 1, 5, requires_grad=True)
         run(start).sum().backward()
         grads.append(start.grad)

@@ -261,9 +261,9 @@ def test_an_output_comes_back_from_the_host_with_its_layout() -> None:
     )
     before = list(output.values)
     with inputs.offloading():
-        output.leave(inputs)
+        output.offload(inputs)
     assert [type(value) for value in output.values] == [OffloadedInput, OffloadedInput, Tensor, int]
-    output.come_back(inputs)
+    output.restore(inputs)
     for value, was in zip(output.values[:3], before, strict=False):
         assert isinstance(value, Tensor) and isinstance(was, Tensor)
         assert value.stride() == was.stride() and torch.equal(value, was)

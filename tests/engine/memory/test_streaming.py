@@ -319,15 +319,15 @@ def test_optimizer_state_is_fetched_one_parameter_ahead(monkeypatch: pytest.Monk
 
 def test_resident_blocks_are_spread_and_streamed_ones_never_stand_on_the_device() -> None:
     spread = {None: [], 0: [0, 1, 2, 3], 1: [0, 1, 3], 2: [0, 2], 3: [1]}
-    assert {resident: Memory(resident_blocks=resident).offloaded(BLOCKS) for resident in spread} == spread
+    assert {resident: Memory(resident_blocks=resident).offloaded_blocks(BLOCKS) for resident in spread} == spread
     for blocks in (1, 2, 24, 38):
-        counts = [len(Memory(resident_blocks=resident).offloaded(blocks)) for resident in range(blocks)]
+        counts = [len(Memory(resident_blocks=resident).offloaded_blocks(blocks)) for resident in range(blocks)]
         assert counts == [blocks - resident for resident in range(blocks)]
-    stays = Memory(resident_blocks=1).on_host(UNITS)
+    stays = Memory(resident_blocks=1).host_filter(UNITS)
     names = ("transformer_blocks.0", "transformer_blocks.1.attn.to_q", "transformer_blocks.3.ff.net.0.proj")
     assert all(stays(name) for name in names)
     assert not any(stays(name) for name in ("transformer_blocks.2", "transformer_blocks", "proj_out", ""))
-    assert not any(Memory().on_host(UNITS)(name) for name in names)
+    assert not any(Memory().host_filter(UNITS)(name) for name in names)
     assert streaming.SLOTS == 2
 
 

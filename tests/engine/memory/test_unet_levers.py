@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
 from simpletune.config.load import validate
-from simpletune.engine.denoiser import in_units, model_units
+from simpletune.engine.denoiser import model_units, unit_filter
 from simpletune.engine.memory import Memory
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.checkpointing import set_passes
@@ -47,9 +47,9 @@ from simpletune.training.train import train
 
 UNITS = len(unit_names("sd15"))
 ALL = tuple(range(UNITS))
-SOME = tuple(Memory(resident_blocks=4).offloaded(UNITS))
+SOME = tuple(Memory(resident_blocks=4).offloaded_blocks(UNITS))
 XL = len(unit_names("sdxl"))  # residual blocks, single transformer blocks; projections lie between them
-ALL_XL, SOME_XL = tuple(range(XL)), tuple(Memory(resident_blocks=4).offloaded(XL))
+ALL_XL, SOME_XL = tuple(range(XL)), tuple(Memory(resident_blocks=4).offloaded_blocks(XL))
 
 
 LORA: dict[str, tuple[str, str, Setting]] = {
@@ -88,12 +88,12 @@ def test_layers_between_units_are_quantised_and_stay_on_the_device() -> None:
     """The projections around single transformer blocks; not what comes before the first unit and after the last."""
     model = DENOISERS["sdxl"].build(PRECISIONS["int8"], "cpu")
     quantised = {name for name, layer in model.named_modules() if isinstance(layer, Int8Linear | Int8Conv2d)}
-    between = {name for name in quantised if not in_units(model.units)(name)}
+    between = {name for name in quantised if not unit_filter(model.units)(name)}
     attentions = {name.partition(".transformer_blocks")[0] for name in model.units if ".attentions." in name}
     assert len(attentions) == 4
     assert between == {f"{place}.{name}" for place in attentions for name in ("proj_in", "proj_out")}
     assert not quantised & {"conv_in", "time_embedding.linear_1", "add_embedding.linear_1", "conv_out"}
-    on_host = Memory(resident_blocks=0).on_host(model.units)
+    on_host = Memory(resident_blocks=0).host_filter(model.units)
     assert not any(on_host(name) for name in between) and all(on_host(name) for name in quantised - between)
 
 

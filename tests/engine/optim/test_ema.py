@@ -66,6 +66,6 @@ def test_bf16_weights_have_an_average_in_fp32() -> None:
         average.update()
     kept = average.tensors()["w"]
     assert kept.dtype == torch.float32 and (kept > 1).all() and (kept < 1.0078125).all()
-    with average.in_place():
+    with average.swap_in():
         assert weight.dtype == torch.bfloat16
     assert (weight == 1.0078125).all()

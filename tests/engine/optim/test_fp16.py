@@ -131,7 +131,7 @@ def cut_after(whole: Path, last: int) -> Path:
 )  # fmt: skip
 def test_auto_follows_the_device(precision: dict, capability: tuple | None, compute: str, tiny_config: dict) -> None:
     config = settle_compute(validate(tiny_config | {"precision": precision}, "auto"), capability)
-    assert config.precision.compute == config.precision.settled == compute
+    assert config.precision.compute == config.precision.settled_compute == compute
     encoders = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}  # T5 and the VAE overflow in fp16
     assert config.precision.encoder_dtype() == encoders[compute]
 

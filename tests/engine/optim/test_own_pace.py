@@ -90,7 +90,7 @@ def test_schedule_free_is_that_of_its_authors(options: dict) -> None:
     theirs.eval()
     named = {str(number): parameter for number, parameter in enumerate(ours.param_groups[0]["params"])}
     average = option.average(ours, named)
-    with average.in_place():
+    with average.swap_in():
         torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
         assert all((x != y).any() for x, y in zip(weights(ours), trained, strict=True))
     torch.testing.assert_close(weights(ours), trained, rtol=0, atol=0)

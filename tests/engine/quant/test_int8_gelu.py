@@ -146,7 +146,7 @@ def test_what_cannot_be_fused_is_left_to_the_network(why: str, monkeypatch: pyte
     if why == "exact GELU":
         module.net[0].approximate = "none"
     if why == "no kernel":
-        monkeypatch.setattr(int8_gelu, "_tried", lambda device: "it is broken")
+        monkeypatch.setattr(int8_gelu, "_try_rows", lambda device: "it is broken")
     with Counted() as counted, torch.no_grad():
         for _ in range(2):
             module(torch.randn(16 if why == "few rows" else 17, WIDTH))
@@ -190,4 +190,4 @@ def test_training_fuses_every_network_of_int8_products_and_no_other() -> None:
         PRECISIONS[name].prepare(model.transformer_blocks)
         networks = [module for module in model.modules() if isinstance(module, FeedForward)]
         assert networks and all(("forward" in vars(network)) == fuses for network in networks)
-        assert int8_products.why_not(torch.device("cpu")) is None
+        assert int8_products.int8_problem(torch.device("cpu")) is None

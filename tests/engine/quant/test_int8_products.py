@@ -39,7 +39,7 @@ from simpletune.engine.quant.precision import Int8
 from simpletune.models.sd3.sd3_shapes import OF_TEXT
 from simpletune.models.shared.buckets import Framing
 from simpletune.system.options import ConfigError, UserError
-from simpletune.system.shell import install
+from simpletune.system.shell import install_command
 from simpletune.training import load_job
 
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -154,7 +154,7 @@ def test_few_rows_and_a_device_that_cannot_take_the_dequantised_weight(
     rows: int, why_not: str | None, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     int8, x = layer(24, 8), torch.randn(rows, 24)
-    monkeypatch.setattr(int8_products, "why_not", lambda device: why_not)
+    monkeypatch.setattr(int8_products, "int8_problem", lambda device: why_not)
     with Counted() as counted:
         y = int8(x)
     assert counted.calls["simpletune::int8_product"] == products
@@ -166,12 +166,12 @@ def test_few_rows_and_a_device_that_cannot_take_the_dequantised_weight(
 
 def test_a_device_that_cannot_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(int8_products, "failure_of", uncalled(int8_products.failure_of))
+    monkeypatch.setattr(int8_products, "find_failure", uncalled(int8_products.find_failure))
     monkeypatch.setattr(int8_products, "say", said.append)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     device = torch.device("cuda", 63)
     for _ in range(2):
-        assert int8_products.why_not(device) is not None
+        assert int8_products.int8_problem(device) is not None
     assert len(said) == 1 and re.match("products NOT in int8 on cuda:63, .*sm_75.*sm_80", said[0])
 
 
@@ -185,7 +185,7 @@ def test_a_device_that_cannot_is_named_once(monkeypatch: pytest.MonkeyPatch) -> 
         (None, "the kernel's sums are not exact"),
         (
             ModuleNotFoundError("No module named 'triton'"),
-            f"No module named 'triton'. Triton comes with torch's CUDA builds for Linux ({install('triton')})",
+            f"No module named 'triton'. Triton comes with torch's CUDA builds for Linux ({install_command('triton')})",
         ),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_kernel_that_fails_or_errs_is_not_used(
         return torch.zeros(len(x), 40)
 
     monkeypatch.setattr(int8_products, "int8_product", product)
-    trial = int8_products.failure_of.__wrapped__  # without the cache
+    trial = int8_products.find_failure.__wrapped__  # without the cache
     assert trial(int8_products._try_products, torch.device("cpu"), "{reason}") == told
 
 
@@ -303,7 +303,7 @@ def test_tunings_are_announced_before_the_first_step_and_multiply_every_shape_on
     config = validate(with_products(tiny_config), "announced")
     plan = SimpleNamespace(sizes=lambda: [(256, 256)])  # 256 image tokens, 84 of text; a batch of 2
     asked: list[torch.device] = []
-    monkeypatch.setattr(int8_tuning, "why_not", asked.append)
+    monkeypatch.setattr(int8_tuning, "int8_problem", asked.append)
     load_job.announce_kernel(config, model, torch.device("cuda"), plan)
     assert "the int8 kernel: 12 shapes x 10 tiles" in capsys.readouterr().out
     load_job.announce_kernel(config, model, torch.device("cpu"), plan)
@@ -321,7 +321,7 @@ def test_a_run_is_tuned_ahead_for_its_own_products(tiny_config: dict, tmp_path: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    monkeypatch.setattr(tune_ahead, "why_not", lambda device: None)
+    monkeypatch.setattr(tune_ahead, "int8_problem", lambda device: None)
     monkeypatch.setattr(int8_tuning, "tune", lambda *given: tuned.append(given))
     tune_ahead.tune_ahead(file, [])
     ((shapes, device, dtype),) = tuned
@@ -331,7 +331,7 @@ def test_a_run_is_tuned_ahead_for_its_own_products(tiny_config: dict, tmp_path: 
     nothing = "does not multiply in int8.*Use precision.weights=int8 precision.products=int8"
     with pytest.raises(UserError, match=nothing):
         tune_ahead.tune_ahead(file, ["precision.products=dequantised", "precision.input_gradient=dequantised"])
-    monkeypatch.setattr(tune_ahead, "why_not", lambda device: "it is broken")
+    monkeypatch.setattr(tune_ahead, "int8_problem", lambda device: "it is broken")
     with pytest.raises(UserError, match="do not run here: it is broken. Use precision.products=dequantised"):
         tune_ahead.tune_ahead(file, [])
 
@@ -375,7 +375,7 @@ def test_where_no_tile_runs_at_all_the_product_is_dequantised(gradient: bool, ke
         y = int8_products._product_on_cuda(*given, torch.float32)
         torch.testing.assert_close(y, int8_products.int8_product(*given, torch.float32), rtol=1e-3, atol=1e-3)
     assert not fake.ran and sum("NO LONGER in int8 on cpu" in line for line in said) == 1
-    assert "PassManager::run failed" in str(int8_products.why_not(torch.device("cpu")))  # layers then dequantise
+    assert "PassManager::run failed" in str(int8_products.int8_problem(torch.device("cpu")))  # layers then dequantise
     # In fp16 sums of x q, before q's small scale, would exceed 65504.
     (q, scale), (w, w_scale) = (int8_products.int8_rows(torch.ones(rows, 1024)) for rows in (40, 8))
     y = int8_products._product_on_cuda(q, scale, w, w_scale / 100, None, torch.float16)
@@ -493,7 +493,7 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     with Accounting() as accounting, torch.no_grad():
         y = int8(x)
     assert accounting.peak.bytes == sum(round_to_block(size) for size in (256 * 96, 4 * 256, y.nbytes))
-    monkeypatch.setattr(int8_products, "failure_of", uncalled(int8_products.failure_of))
+    monkeypatch.setattr(int8_products, "find_failure", uncalled(int8_products.find_failure))
     with fake_tensors(), Accounting() as accounting:
-        assert int8_products.why_not(torch.device("cpu")) is None
+        assert int8_products.int8_problem(torch.device("cpu")) is None
     assert accounting.peak.bytes == 0

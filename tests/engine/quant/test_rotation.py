@@ -272,7 +272,7 @@ def test_other_precisions_have_no_rotation(weights: str, tiny_config: dict) -> N
 def test_a_kernel_that_rotates_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer then rotates by torch and multiplies with the dequantised weight."""
     layer, x = ROTATED["products"].convert(linear(32, 64)), torch.randn(40, 32)
-    monkeypatch.setattr(int8_linear, "why_not_rotated", lambda device: "it errs")
+    monkeypatch.setattr(int8_linear, "rotation_problem", lambda device: "it errs")
     with Counted() as counted:
         y = layer(x)
     assert counted.calls == {"simpletune::rotated": 1}
@@ -288,9 +288,9 @@ def test_the_trial_of_the_kernel(fails: bool, told: str, monkeypatch: pytest.Mon
         return -q, scale
 
     said: list[str] = []
-    monkeypatch.setattr(int8_products, "failure_of", uncalled(int8_products.failure_of))
+    monkeypatch.setattr(int8_products, "find_failure", uncalled(int8_products.find_failure))
     monkeypatch.setattr(int8_products, "say", said.append)
     monkeypatch.setattr(simpletune.engine.quant, "int8_rows_kernel", SimpleNamespace(rotated_rows=rows), raising=False)
     monkeypatch.setattr(Tensor, "to", lambda self, device: self)
-    assert told in str(int8_products.why_not_rotated(torch.device("cuda")))
+    assert told in str(int8_products.rotation_problem(torch.device("cuda")))
     assert len(said) == 1 and "where inputs are rotated" in said[0]

@@ -111,7 +111,7 @@ def test_a_whole_job_goes_on_from_the_steps_that_were_simulated(
     steps, take = [], simulate.take_steps
     monkeypatch.setattr(simulate, "take_steps", lambda *args: (steps.append(1), take(*args))[1])
     card = replace(find_card("L4"), name="Test", found=1.0)
-    result, *_ = Search(config, card).fastest()
+    result, *_ = Search(config, card).find_fastest()
     predicted = sum(1 for _ in (tmp_path / "search" / "estimates").glob("*-step.json"))
     assert len(steps) == predicted
     monkeypatch.setattr(planning, "train", None)

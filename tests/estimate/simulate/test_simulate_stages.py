@@ -16,7 +16,7 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import (
     WholeWindowModulation,
     accounting_of,
-    of_encoder,
+    encoder_snapshot,
     simulate_encoding,
     simulate_parts,
     text_snapshots,
@@ -25,7 +25,7 @@ from simpletune.models.sd3.sd3_architecture import SD3Architecture
 from simpletune.models.text.layered_t5 import LayeredT5
 from simpletune.models.text.prompts import Prompts
 from simpletune.stages.step.synthetic import CPU
-from simpletune.system.startup import without_collection
+from simpletune.system.startup import pause_collection
 
 SIZE = (192, 128)
 
@@ -48,13 +48,13 @@ def bytes_of(snapshot: MemorySnapshot) -> dict[str, int]:
 def test_text_encoders_take_the_same_bytes_real_and_fake(weights: str, tiny_config: dict) -> None:
     config = with_options(tiny_config, weights)
     dtype, part = config.precision.encoder_dtype(), config.model.files.part
-    with fake_tensors(), without_collection():
+    with fake_tensors(), pause_collection():
         clip_l, clip_g, t5 = (bytes_of(snapshot) for _, _, snapshot in text_snapshots(config))
     prompts = Prompts(config.model.text, dtype)
     for encoder, found in zip(prompts.encoders, (clip_l, clip_g, t5), strict=True):
         tokenizer = prompts.tokenizer(encoder)
         opened = encoder.open(part(encoder.model), dtype, CPU, tokenizer)
-        assert found == bytes_of(of_encoder(opened, encoder.length or tokenizer.model_max_length)), encoder.name
+        assert found == bytes_of(encoder_snapshot(opened, encoder.length or tokenizer.model_max_length)), encoder.name
 
 
 @pytest.mark.parametrize("tile", [None, 128])

@@ -83,7 +83,7 @@ def test_copies_go_where_their_names_say(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_kinds_that_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "of_type", lambda name, device: [name])
+    monkeypatch.setattr(probes, "probes_of_type", lambda name, device: [name])
     monkeypatch.setattr(probes, "copies", lambda device: ["copies"])
     monkeypatch.setattr(probes, "int8_products", lambda device: ["int8"])
     for device, reason, names in (
@@ -92,7 +92,7 @@ def test_the_kinds_that_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
         (CUDA, None, ["bf16", "fp32", "copies", "int8", "fp16"]),
         (CUDA, "no", ["bf16", "fp32", "copies", "fp16"]),
     ):
-        monkeypatch.setattr(probes, "why_not", lambda device, reason=reason: reason)
+        monkeypatch.setattr(probes, "int8_problem", lambda device, reason=reason: reason)
         assert list(probes.probes_of(device)) == names
 
 

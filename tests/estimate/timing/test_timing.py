@@ -170,7 +170,7 @@ def test_recorded_products_are_the_counted_operations(
     """Counted in another way (models/shared/flops.py), without the recomputation inside fused attention."""
     config = with_blocks(tiny_config, three_blocks, memory={"checkpointing": checkpointing})
     report = simulate_once(config)
-    total, blocks = work_of(report), config.memory.checkpointed(config.model.architecture.blocks())
+    total, blocks = work_of(report), config.memory.checkpointed_count(config.model.architecture.blocks())
     counted = config.model.flops(trained_of(report.trained), (32, 32), config.train.batch_size, blocks)
     again = sum(2 * count * math.prod(w.extents) for w, count in total.items() if w.kind == "attention_backward")
     assert operations(total) - again == pytest.approx(counted.model + counted.recomputed, rel=0.02)

@@ -12,7 +12,7 @@ from slow_cases import slow_but
 from benchmarks import dry, dry_rows
 from benchmarks.dry_row import config_of, predict
 from simpletune.engine.memory.cuda_libraries import attention_kernel
-from simpletune.estimate.job_estimate import CONTEXT, needed
+from simpletune.estimate.job_estimate import CONTEXT, needed_bytes
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import UserError
 
@@ -59,7 +59,7 @@ def test_the_committed_results_meet_the_goals(file: Path) -> None:
     median, worst = dry.errors_of(rows)
     assert median <= dry.MEDIAN and worst <= dry.WORST
     for name, row in rows.items():
-        told = round(needed(round(row["predicted_mib"] * 2**20)) / 2**20)  # users are told whole MiB
+        told = round(needed_bytes(round(row["predicted_mib"] * 2**20)) / 2**20)  # users are told whole MiB
         assert row.get("squeezed_mib", row["reserved_mib"]) <= told - CONTEXT / 2**20, name
 
 
@@ -69,7 +69,7 @@ def test_torch_chose_the_attention_that_the_prediction_counts(file: Path) -> Non
     trained = {name: row for name, row in committed(file).items() if stages[name].stage == "train"}
     for name, row in trained.items():
         config = config_of(stages[name])
-        chosen = attention_kernel(card.capability, config.precision.settled, config.speed.attention)
+        chosen = attention_kernel(card.capability, config.precision.settled_compute, config.speed.attention)
         assert row["attention"] == chosen, name
 
 

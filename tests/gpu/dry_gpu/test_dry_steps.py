@@ -169,7 +169,7 @@ def test_pages_that_a_machine_shares_are_pinned_once_and_copied_from(
         pinned.append((address, count))
         registered(pages, address, count)
 
-    monkeypatch.setattr(load, "processes_here", lambda: 2)
+    monkeypatch.setattr(load, "local_process_count", lambda: 2)
     monkeypatch.setattr(load, "gather_object", list)
     monkeypatch.setattr("simpletune.training.load_job.load_base_together", together)
     monkeypatch.setattr(PinnedPages, "pin", pin)

@@ -154,7 +154,7 @@ def _prepared(accumulation: int) -> Any:
 def assembled(levers: Levers, device: torch.device) -> TrainStep:
     """The model with its levers, and what makes its steps."""
     config = levers.config(device.type)
-    streams = config.memory.on_host(UNITS)
+    streams = config.memory.host_filter(UNITS)
     model = load(
         SHAPES, SD3().architecture.random_tensors(SHAPES, 3), config.precision, device,
         on_host=lambda name: streams(name) or (levers.window is not None and SD3Architecture.modulation.serves(name)),

@@ -297,5 +297,5 @@ def test_predictions_are_the_page_s_and_fit_the_card(file: Path) -> None:
     job = with_workspaces(simulate_parts(config, capability=(8, 9)), (8, 9))
     figures = [snapshot.bytes / 2**20 for snapshot in job.stages.values()] + [job.train.host_bytes / 2**20]
     assert figures == pytest.approx(page_rows()[file.stem][1][:5], rel=1e-3, abs=1)
-    needed = Estimate(job, (config.data.resolution, config.data.resolution)).needed()
+    needed = Estimate(job, (config.data.resolution, config.data.resolution)).needed_bytes()
     assert needed <= find_card(f"{file.stem.split('_')[-1][:-2]} GiB").bytes

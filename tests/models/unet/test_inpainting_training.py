@@ -155,7 +155,7 @@ def test_holes_in_check_the_data_report_and_the_counts_of_entries(
     holes = {view.hole for view in plan.views()}
     whole = any(hole is not None and hole.kind == "whole" for hole in holes)
     entries = len(plan.samples) + len([hole for hole in holes if hole and hole.draw]) + whole
-    assert DataCounts.of(config, plan).pixels == 64 * 64 * entries
+    assert DataCounts.from_plan(config, plan).pixels == 64 * 64 * entries
     found = scan_dataset(config, 4)
     assert found.holes == ["random"] and found.sources[0].holes == len(plan.views()) and found.sources[0].crops == 4
     for seen in found.usable:

@@ -205,7 +205,7 @@ def test_loss_and_gradients_equal_diffusers(memory: dict, tiny_config: dict, pip
     z_0, noise, text, painted = drawn(2, 4, 16, 16), drawn(2, 4, 16, 16), drawn(2, 77, 32), drawn(2, 5, 16, 16)
     level = torch.tensor([40, 700])
     unet = config.model.load_denoiser(
-        config.precision, CPU, on_host=config.memory.on_host(config.model.architecture.units())
+        config.precision, CPU, on_host=config.memory.host_filter(config.model.architecture.units())
     )
     step = assemble(config, unet, Accelerator(cpu=True))
     batch = Batch(z_0, noise, level.float(), Conditioning(text), ("a", "b"), inpainting=painted)

@@ -104,7 +104,7 @@ def test_another_machine_continues_with_the_same_bits(
 ) -> None:
     machine("a")
     failpoints.arm("step.begun", "term", 4)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(signals.Stopped), signals.listening():
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(signals.Stopped), signals.handle_signals():
         wait_for_uploads(patch)
         run_with(kept)
     assert list(require_whole(kept).checkpoints) == [2, 4]

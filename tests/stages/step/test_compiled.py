@@ -39,7 +39,7 @@ def blocks6(tmp_path_factory: pytest.TempPathFactory) -> str:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the compiler counted."""
     monkeypatch.setattr(compiling, "INDUCTOR", {"backend": "aot_eager"})
-    monkeypatch.setattr(compiling, "why_not", lambda device: None)
+    monkeypatch.setattr(compiling, "compile_problem", lambda device: None)
     torch._dynamo.reset()
     counters.clear()
     yield counters
@@ -157,7 +157,7 @@ def test_rotated_layers_of_two_blocks_are_one_graph(part: str, compiler: Any) ->
 def test_without_a_compiler_the_run_goes_on_and_says_so(
     tiny_config: dict, compiler: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compiling, "why_not", lambda device: "no C compiler")
+    monkeypatch.setattr(compiling, "compile_problem", lambda device: "no C compiler")
     run_with(tiny_config, train={"steps": 1}, speed={"compile": True})
     said = capsys.readouterr().out
     assert "NOT compiled" in said and "no C compiler" in said and "compile the blocks" not in said

@@ -25,7 +25,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.system.options import (
     Json,
     Option,
-    documented,
+    documented_fields,
     item_of,
     member_for,
     option_classes,
@@ -106,7 +106,7 @@ def sections_of(data: Json) -> list[FieldGroup]:
 
 
 def _items(option: type[Option], data: Json, prefix: str, skip: str = "") -> Iterator[FormField | FieldGroup]:
-    for name, info in documented(option).items():
+    for name, info in documented_fields(option).items():
         key = info.alias or name
         if key in HIDDEN or key == skip:
             continue

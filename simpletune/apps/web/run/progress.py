@@ -83,7 +83,7 @@ def read_progress(folder: Path) -> Progress:
         validations = sum(place.name not in ("input", START) for place in folder.glob(f"{SAMPLES}/*/"))
         times = {"save": len(list_checkpoints(folder)), "validate": validations}
         took = {name: stages[name].seconds / max(1, times[name]) if name in stages else 0.0 for name in every}
-        left = duration(TrainingProgress(steps, 0, every=every, took=took).left(state.done, pace))
+        left = duration(TrainingProgress(steps, 0, every=every, took=took).seconds_left(state.done, pace))
         for name, words in (("save", "saves"), ("validate", "evaluates and draws")):
             period = every[name]
             at = min((state.done // period + 1) * period, steps) if period else steps
