@@ -68,14 +68,14 @@ def chosen_attention(config: TrainConfig, stage: str) -> str:
     """The kernel that torch chooses for a stage's type and head width, or the one that the run requests."""
     import torch
 
-    from simpletune.stages.step.attention import AttentionCall, usable
+    from simpletune.stages.step.attention import AttentionCall, choose_kernel
 
     asked = config.speed.attention
     width = 512 if stage == "latents" else config.model.architecture.attentions(config.image_size())[0].width
     if asked != "auto" and stage == "train":
         return asked
     shape = AttentionCall(1, 2, 64, 64, width, stage == "train", stage)
-    return usable("auto", shape, torch.device("cuda"), config.precision.product_dtype())
+    return choose_kernel("auto", shape, torch.device("cuda"), config.precision.product_dtype())
 
 
 def text(config: TrainConfig) -> None:

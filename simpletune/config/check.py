@@ -67,8 +67,8 @@ def config_rules(config: TrainConfig, family_known: bool = True) -> Iterator[Pro
 
 
 def _family_rules(config: TrainConfig) -> Iterator[Problem]:
-    """A base of another family, an objective that its models are not trained with, a method that it lacks, sizes that
-    they cannot process."""
+    """Check for a base of another family, an objective that its models are not trained with, a method that it lacks,
+    sizes that they cannot process."""
     model, name = config.model, config.objective.name
     other = family_of(model.pretrained)
     if other is not None and other.family != model.family:
@@ -103,7 +103,7 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _adapter_rules(config: TrainConfig) -> Iterator[Problem]:
-    """What the training method requires of the optimizer."""
+    """Check what the training method requires of the optimizer."""
     if getattr(config.adapter, "b_lr_ratio", 1) != 1 and not config.optimizer.steps_in_backward:
         yield Problem(
             "adapter.b_lr_ratio",
@@ -127,7 +127,8 @@ def _adapter_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _optimizer_rules(config: TrainConfig) -> Iterator[Problem]:
-    """The optimizer's own rules, and no schedule or EMA beside one that averages the weights itself."""
+    """Check the optimizer's own rules, and that no schedule or EMA stands beside one that averages the weights
+    itself."""
     yield from config.optimizer.rules()
     if not config.optimizer.averages:
         return
@@ -143,7 +144,8 @@ def _optimizer_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _text_rules(config: TrainConfig) -> Iterator[Problem]:
-    """What trains nothing, and methods, levers and optimizers that the text side cannot be combined with."""
+    """Check for what trains nothing, and for methods, levers and optimizers that the text side cannot be combined
+    with."""
     text, adapter = config.text, config.adapter
     if not text.trains:
         if not adapter.trains:
@@ -183,7 +185,7 @@ def _text_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _embedding_rules(config: TrainConfig, option: Embeddings) -> Iterator[Problem]:
-    """What stopping, the norm and prior preservation require of new embeddings."""
+    """Check what stopping, the norm and prior preservation require of new embeddings."""
     alone = not config.adapter.trains and config.text.lora is None
     if option.stop_at < 1 and alone:
         yield Problem(
@@ -218,7 +220,7 @@ def _embedding_rules(config: TrainConfig, option: Embeddings) -> Iterator[Proble
 
 
 def _lora_rules(config: TrainConfig, option: TextLora) -> Iterator[Problem]:
-    """Which encoders there are, and whether the result's file can hold their updates."""
+    """Check which encoders there are, and whether the result's file can hold their updates."""
     known, encoders = config.model.text.trainable, config.model.text.encoders
     kind = " or ".join(sorted({each.kind for each in encoders if each.may_train}))
     frozen = {each.name: each.kind for each in encoders if not each.may_train}
@@ -239,7 +241,7 @@ def _lora_rules(config: TrainConfig, option: TextLora) -> Iterator[Problem]:
 
 
 def _fp16_rules(config: TrainConfig) -> Iterator[Problem]:
-    """What fp16 products require."""
+    """Check what fp16 products require."""
     if config.precision.settled_compute != "fp16":
         return
     if config.adapter.trains_base and config.precision.trainable and config.precision.bytes_per_weight < 4:
@@ -257,7 +259,7 @@ def _fp16_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _offload_rules(config: TrainConfig) -> Iterator[Problem]:
-    """What block offload requires."""
+    """Check what block offload requires."""
     if config.memory.resident_blocks is None:
         return
     if config.adapter.trains_base and not config.memory.optimizer_in_backward:
@@ -275,7 +277,7 @@ def _offload_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _recompute_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Which parts of blocks cannot be kept or recomputed separately."""
+    """Check which parts of blocks cannot be kept or recomputed separately."""
     memory = config.memory
     keeps = memory.keep_attention not in ("auto", "none")
     if keeps and config.speed.attention == "math":
@@ -311,9 +313,9 @@ def _recompute_rules(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def may_recompute_alone(config: TrainConfig) -> bool:
-    """Whether recomputing feed-forward networks separately saves time, because nothing needs their outputs again; for
-    a known model and resolved demo names."""
+def can_recompute_feed_forward(config: TrainConfig) -> bool:
+    """Return whether recomputing feed-forward networks separately saves time, because nothing needs their outputs
+    again; for a known model and resolved demo names."""
     if not config.model.architecture.ends_with_feed_forward or config.speed.compile:
         return False
     if config.precision.settled_compute == "fp16":
@@ -324,7 +326,7 @@ def may_recompute_alone(config: TrainConfig) -> bool:
 
 
 def _in_backward_rules(config: TrainConfig) -> Iterator[Problem]:
-    """What needs all gradients at once, if the backward pass frees each after its update."""
+    """Check for what needs all gradients at once, if the backward pass frees each after its update."""
     if not config.memory.optimizer_in_backward:
         return
     if config.train.clip_norm is not None and config.train.clip == "global":
@@ -354,7 +356,7 @@ def _in_backward_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _stream_rules(config: TrainConfig) -> Iterator[Problem]:
-    """What needs all pictures or captions before the first step, when rows are streamed instead of listed."""
+    """Check for what needs all pictures or captions before the first step, when rows are streamed instead of listed."""
     if not config.data.streamed:
         return
     if config.train.batch_size == "auto":
@@ -385,7 +387,7 @@ def _stream_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _fsdp_rules(config: TrainConfig) -> Iterator[Problem]:
-    """What does not work when each process holds only a part of the weights."""
+    """Check for what does not work when each process holds only a part of the weights."""
     memory, train, none = config.memory, config.train, "or train.fsdp none"
     if train.fsdp == "none":
         return

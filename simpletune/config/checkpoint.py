@@ -21,19 +21,19 @@ class Checkpoint(Option):
     """Also keep every checkpoint whose step is a multiple of this number, which must be a multiple of checkpoint.every.
     null: keep only the newest."""
 
-    def kept(self, steps: Sequence[int]) -> list[int]:
+    def steps_to_keep(self, steps: Sequence[int]) -> list[int]:
         """Choose the checkpoints to keep among those of these ascending steps."""
         if self.keep_last == "all":
             return list(steps)
         newest, every = steps[-self.keep_last :], self.keep_every
         return [step for step in steps if step in newest or (every is not None and step % every == 0)]
 
-    def most_at_once(self, steps: Sequence[int], best: bool = False) -> int:
-        """How many checkpoints are on disk at most, saved after these ascending steps; ``best``: the best so far stays,
+    def most_on_disk(self, steps: Sequence[int], best: bool = False) -> int:
+        """Count the checkpoints on disk at most, saved after these ascending steps; ``best``: the best so far stays,
         too."""
         if not steps:
             return 0
-        kept = len(self.kept(steps[:-1]))  # a new one is complete before an old one is removed
+        kept = len(self.steps_to_keep(steps[:-1]))  # a new one is complete before an old one is removed
         return 1 + kept + (best and kept < len(steps) - 1)
 
     def describe(self) -> str:

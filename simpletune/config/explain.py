@@ -183,7 +183,7 @@ def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
 
 
 def _trained(config: TrainConfig, shapes: dict[str, Shape]) -> int:
-    """The number of parameters that a run trains."""
+    """Count the parameters that a run trains."""
     return config.adapter.trainable(shapes) + config.text.trainable(resolve_model_folder(config).model)
 
 

@@ -28,7 +28,7 @@ def forgotten_family(data: Json) -> Family | None:
 def with_objective(data: Json) -> Json:
     """Fill in the family's objective in a configuration, as JSON, that names no objective."""
     family = _family_in(data)
-    return data if family is None else _filled(data, {"objective": family_defaults(family)["objective"]})
+    return data if family is None else _fill(data, {"objective": family_defaults(family)["objective"]})
 
 
 def with_family(data: Json) -> Json:
@@ -39,7 +39,7 @@ def with_family(data: Json) -> Json:
     defaults = family_defaults(family)
     if family.architecture.modulation is None:  # a memory.profile may plan modulations
         defaults["memory"] = {"modulation": "auto"}
-    return _filled(data, defaults)
+    return _fill(data, defaults)
 
 
 def _family_in(data: Json) -> Family | None:
@@ -50,7 +50,7 @@ def _family_in(data: Json) -> Family | None:
     return next((family for family in FAMILIES if family.family == wanted), None)
 
 
-def _filled(data: Json, defaults: dict[str, dict[str, object]]) -> Json:
+def _fill(data: Json, defaults: dict[str, dict[str, object]]) -> Json:
     """Fill in what the sections leave unset."""
     known = {name: data.get(name, {}) for name in defaults}
     filled = {name: {**defaults[name], **own} for name, own in known.items() if isinstance(own, dict)}

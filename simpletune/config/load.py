@@ -56,8 +56,8 @@ _SECRET = (
 
 
 def shipped_folder(package: Path) -> Path:
-    """Return ``configs/``: a folder of an installed package, a link of a checkout, or, where git writes links as text
-    (Windows), the link's target."""
+    """Return the folder ``configs/``."""
+    # a folder of an installed package, a link of a checkout, or, where git writes links as text (Windows), its target
     return folder if (folder := package / "configs").is_dir() else package.parent / "configs"
 
 
@@ -95,7 +95,7 @@ def read_config(
 
 
 def read_json(file: Path) -> Json:
-    """Read the JSON object of a file or a shipped configuration; a mistake is a ``UserError`` with line and column."""
+    """Read the JSON object of a file or a shipped configuration. Raises UserError with line and column of a mistake."""
     try:
         data = strict_json.read(find_config(file))
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def read_json(file: Path) -> Json:
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error})") from None
     except JsonError as error:
-        if (seems := _what_else(file)) is not None:
+        if (seems := _identify_other(file)) is not None:
             raise UserError(f"{file} is not a configuration, but {seems}") from None
         if not error.line:
             raise UserError(f"{file}: {error}") from None
@@ -129,8 +129,8 @@ def read_json(file: Path) -> Json:
     return data
 
 
-def _what_else(file: Path) -> str | None:
-    """What a file is that was given in place of a configuration, and what to do with it; None if it is unknown."""
+def _identify_other(file: Path) -> str | None:
+    """Say what a file is that was given in place of a configuration, and what to do with it; None if it is unknown."""
     from simpletune.adapters.files.detect_model import is_lora
     from simpletune.models.shared.single_file import a_lora
 
@@ -176,13 +176,13 @@ def with_default_tags(option: type[Option], data: Json) -> Json:
     for name, field in option.model_fields.items():
         item, value = item_of(field), result.get(name)
         if isinstance(value, dict):
-            result[name] = _tagged(field, value)
+            result[name] = _tag(field, value)
         elif isinstance(value, list) and item is not None:
-            result[name] = [_tagged(item, each) if isinstance(each, dict) else each for each in value]
+            result[name] = [_tag(item, each) if isinstance(each, dict) else each for each in value]
     return result
 
 
-def _tagged(field: FieldInfo, value: Json) -> Json:
+def _tag(field: FieldInfo, value: Json) -> Json:
     """Add the default tags to a field's object."""
     union = union_of(field)
     if union is not None and union.tag not in value:
@@ -233,14 +233,14 @@ def validate(
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
-            found.append(_too_long(data, str(error.filename)))
+            found.append(_path_too_long(data, str(error.filename)))
     if found or config is None:
         raise ConfigError(found, source)
     return config
 
 
-def _too_long(data: Json, file: str) -> Problem:
-    """The problem of a path that is longer than any file's: its place is the longest value within it."""
+def _path_too_long(data: Json, file: str) -> Problem:
+    """Report a path that is longer than any file's: its place is the longest value within it."""
     named = {path: value for path, value in texts_in(data) if value in file}
     path = max(named, key=lambda path: len(named[path]), default="")
     return Problem(path, f"{file[:40]}... has {len(file):,} characters, more than a file's name can. Shorten it")

@@ -40,13 +40,13 @@ def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Probl
             notices += _override(merged, place, text, problems)
     if "about" in data and merged["about"] == data["about"]:
         others = [key for key in merged if key not in BESIDE_THE_JOB]
-        if any(_described(data, key) != _described(merged, key) for key in others):
+        if any(_describe(data, key) != _describe(merged, key) for key in others):
             del merged["about"]  # it describes another job
     return merged, notices, problems
 
 
 def _is_loose(word: str) -> bool:
-    """Whether a word of the command line sets no field."""
+    """Return whether a word of the command line sets no field."""
     return not word.partition("=")[0] or "=" not in word
 
 
@@ -60,7 +60,7 @@ def _places(merged: Json, path: str) -> list[str]:
     return [f"data.sources.{index}.{rest}" for index in range(len(sources))]
 
 
-def _described(data: Json, section: str) -> object:
+def _describe(data: Json, section: str) -> object:
     """Return a section without the fields left to the user: path and prompt of the user's own data."""
     value = data.get(section)
     if section != "data" or not isinstance(value, dict) or str(value.get("path", "")).startswith(DEMO):
@@ -118,7 +118,7 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
 
 
 def as_overrides(fields: Json) -> list[str]:
-    """Values by path as overrides, for a command line."""
+    """Return values by path as overrides, for a command line."""
     return [
         f"{path}={value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
         for path, value in fields.items()

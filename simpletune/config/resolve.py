@@ -66,7 +66,7 @@ def require_model_rules(config: TrainConfig) -> None:
 
 def resolve_folders(config: TrainConfig) -> ResolvedConfig:
     """Replace ``demo:`` names by folders, which are created on first use, and download the model from the hub, all of
-    it before any other work; a ``UserError`` says why it fails or does not fit on the disk."""
+    it before any other work. Raises UserError if it fails or does not fit on the disk."""
     config = resolve_data_folder(resolve_model_folder(config))
     config.model.files.fetch()
     return ResolvedConfig(config)
@@ -88,7 +88,7 @@ def resolve_model_folder(config: TrainConfig) -> TrainConfig:
 
 
 def known_to_inpaint(config: TrainConfig) -> bool:
-    """Whether the model inpaints, as far as is known without a download and with the files that are there."""
+    """Return whether the model inpaints, as far as is known without a download and with the files that are there."""
     model = resolve_model_folder(config).model
     if any(model.files.problems()):
         return False

@@ -57,5 +57,5 @@ class Train(Option):
         return self.gradient_accumulation if self.global_batch is None else self.global_batch // self.micro_batch
 
     def uses_fsdp(self, processes: int) -> bool:
-        """Whether this number of processes divides the weights among them."""
+        """Return whether this number of processes divides the weights among them."""
         return self.fsdp == "full" and processes > 1

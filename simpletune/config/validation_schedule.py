@@ -38,7 +38,7 @@ def drift_prompts(option: Validation) -> list[str]:
 
 
 def drift_groups(option: Validation, samples: list[PlannedSample]) -> dict[str, list[PlannedSample]]:
-    """Return the draws of the validation loss for each group of prompts, with the same latents, levels and noise."""
+    """Return the samples of the validation loss for each group of prompts, with the same latents, levels and noise."""
     groups = {TRAINED: samples}
     if option.class_prompt is not None:
         groups[CLASS] = [replace(sample, caption=option.class_prompt) for sample in samples]
@@ -48,7 +48,7 @@ def drift_groups(option: Validation, samples: list[PlannedSample]) -> dict[str, 
 
 
 def has_start(config: TrainConfig) -> bool:
-    """Whether training begins with other weights than the base's: with a LoRA (``adapter.start``)."""
+    """Return whether training begins with other weights than the base's: with a LoRA (``adapter.start``)."""
     return getattr(config.adapter, "start", None) is not None
 
 
@@ -58,7 +58,7 @@ def is_due(every: int | None, step: int) -> bool:
 
 
 def is_validation_due(config: TrainConfig, step: int) -> bool:
-    """Whether an evaluation is due after ``step`` steps, before the last one."""
+    """Return whether an evaluation is due after ``step`` steps, before the last one."""
     if config.validation.loss_samples == 0:
         return False
     return is_due(config.validation.every, step) or is_due(config.checkpoint.every, step)

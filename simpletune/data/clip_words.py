@@ -11,8 +11,7 @@ WORDS = Path(__file__).parents[1] / "assets" / "clip_words" / "words.txt.xz"
 
 
 def is_clip_word(word: str) -> bool:
-    """Whether a word is one token of CLIP's vocabulary. Capitals and the form of accents do not matter, as to CLIP;
-    nothing but letters is a word."""
+    """Return whether a word is one token of CLIP's vocabulary, which ignores capitals and the form of accents."""
     return unicodedata.normalize("NFC", word).lower() in _words()
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from simpletune.data.prompts import prompt_of
-from simpletune.data.row_order import in_batches
+from simpletune.data.row_order import deal_batches
 from simpletune.data.samples import Crop, PlannedSample, Sample
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.augmentation import draw_augmentation
@@ -36,14 +36,14 @@ class GlobalBatch:
 
 
 def steps_in_epoch(buckets: Iterable[int], batch: GlobalBatch) -> int:
-    """Steps in an epoch, given the number of samples in each bucket: its micro-batches divided by those of a step,
-    rounded up."""
+    """Return an epoch's steps from the number of samples in each bucket: its micro-batches by those of a step, rounded
+    up."""
     micros = sum(math.ceil(members / batch.batch_size) for members in buckets)
     return math.ceil(micros / batch.accumulation)
 
 
 class Plan:
-    """Selects the draws of each micro-batch of a run.
+    """Selects the samples of each micro-batch of a run.
 
     Args:
         samples: the samples of an epoch (``make_samples``).
@@ -67,19 +67,24 @@ class Plan:
     ):
         if not samples:
             raise ValueError("a plan needs at least one sample")
-        self.samples, self.data, self.objective = samples, data, objective
-        self.held_out, self.seed, self.inpaints = held_out, seed, inpaints
-        self.batch_size, self.accumulation = batch.batch_size, batch.accumulation
+        self.samples = samples
+        self.held_out = held_out
+        self.data = data
         self.sources = data.members
+        self.objective = objective
+        self.seed = seed
+        self.inpaints = inpaints
+        self.batch_size = batch.batch_size
+        self.accumulation = batch.accumulation
         self.shifts = [objective.shift_at(source.resolution) for source in self.sources]
-        self.buckets = self._by_bucket()
+        self.buckets = self._group_by_bucket()
         self._micros = sum(math.ceil(len(members) / self.batch_size) for members in self.buckets.values())
         self.steps_per_epoch = steps_in_epoch(map(len, self.buckets.values()), batch)
         """Optimizer steps in an epoch."""
         self._epoch = lru_cache(maxsize=2)(self._order_of_epoch)
 
-    def _by_bucket(self) -> Mapping[Size, Sequence[int]]:
-        """The samples of each bucket."""
+    def _group_by_bucket(self) -> Mapping[Size, Sequence[int]]:
+        """Group the samples by bucket."""
         found: dict[Size, list[int]] = defaultdict(list)
         for index, sample in enumerate(self.samples):
             found[sample.bucket].append(index)
@@ -95,12 +100,12 @@ class Plan:
         """Padding rows in an epoch's micro-batches."""
         return self._micros * self.batch_size - len(self.samples)
 
-    def divided(self, batch: GlobalBatch) -> Plan:
-        """A plan of the same samples with steps of another size."""
+    def with_batch(self, batch: GlobalBatch) -> Plan:
+        """Return a plan of the same samples with steps of another size."""
         return Plan(self.samples, self.data, self.objective, self.seed, batch, self.held_out, self.inpaints)
 
     def one_of_each_size(self) -> list[list[PlannedSample]]:
-        """A micro-batch of each bucket, those with the most pixels first, to try out their memory."""
+        """Return a micro-batch of each bucket, those with the most pixels first, to try out their memory."""
         found = []
         for _, members in sorted(self.buckets.items(), key=lambda item: -math.prod(item[0])):
             rows = [members[row % len(members)] for row in range(self.batch_size)]
@@ -108,42 +113,43 @@ class Plan:
         return found
 
     def sizes(self) -> list[Size]:
-        """The size of every bucket, including those of held-out pictures."""
+        """Return the size of every bucket, including those of held-out pictures."""
         return list(dict.fromkeys([*self.buckets, *(sample.bucket for sample in self.held_out)]))
 
     def largest(self) -> Size:
-        """The size of the bucket with the most pixels."""
+        """Return the size of the bucket with the most pixels."""
         return max(self.sizes(), key=lambda size: size[0] * size[1])
 
     def _order_of_epoch(self, number: int) -> np.ndarray:
-        """One epoch as sample indices, -1 where a micro-batch is short: int64 [micro-batches, batch_size]."""
+        """Return one epoch as sample indices, -1 where a micro-batch is short: int64 [micro-batches, batch_size]."""
         buckets = []
         for (width, height), members in sorted(self.buckets.items()):
             order = stream(self.seed, "bucket-order", number, width, height).permutation(len(members))
-            buckets.append(in_batches(np.array(members)[order], self.batch_size))
+            buckets.append(deal_batches(np.array(members)[order], self.batch_size))
         batches = np.concatenate(buckets)
         return batches[stream(self.seed, "pass-order", number).permutation(len(batches))]
 
     def _rows(self, step: int) -> np.ndarray:
-        """A step's micro-batches as rows of its epoch's order: ``accumulation``, or fewer at the end of an epoch."""
+        """Return a step's micro-batches as rows of its epoch's order: ``accumulation``, or fewer at the end of an
+        epoch."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return self._epoch(epoch)[within * self.accumulation : (within + 1) * self.accumulation]
 
     def micros(self, step: int) -> Sequence[Sequence[int]]:
-        """The samples of each micro-batch of a step, by index; never none."""
+        """Return the samples of each micro-batch of a step, by index; never none."""
         return [row[row >= 0].tolist() for row in self._rows(step)]
 
     def areas(self, step: int) -> list[int]:
-        """The pixels per picture of each micro-batch of a step, which determine its cost."""
+        """Return the pixels per picture of each micro-batch of a step, which determine its cost."""
         return [math.prod(self._bucket_of(members[0])) for members in self.micros(step)]
 
     def _bucket_of(self, index: int) -> Size:
-        """The bucket of a sample."""
+        """Return the bucket of a sample."""
         return self.samples[index].bucket
 
     def micro_batch(self, step: int, micro: int) -> list[PlannedSample]:
-        """The ``batch_size`` draws of one micro-batch of a step, all from one bucket, with fillers last, which repeat
-        the micro-batch's own samples. Beyond a step's last micro-batch, all draws are fillers that repeat it."""
+        """Return the ``batch_size`` samples of one micro-batch of a step, all from one bucket, with fillers last, which
+        repeat the micro-batch's own samples. Beyond a step's last micro-batch, all are fillers that repeat it."""
         rows = self._rows(step)
         place = min(micro, len(rows) - 1)
         members = rows[place][rows[place] >= 0].tolist()  # of this row alone: a step may have hundreds
@@ -156,11 +162,11 @@ class Plan:
         return filled[:real] + [replace(draw, weight=0) for draw in filled[real:]]
 
     def source_of(self, sample: Sample) -> Source:
-        """The source of a sample's picture."""
+        """Return the source of a sample's picture."""
         return self.sources[sample.image.source]
 
     def _draw(self, sample: Sample, epoch: int, key: tuple[int, int, int]) -> PlannedSample:
-        """Draw a sample; the key is its step, micro-batch and place among all draws of the run."""
+        """Draw a sample's random numbers; the key is its step, micro-batch and place among all samples of the run."""
         source = self.source_of(sample)
         dropped = source.caption_dropout and stream(self.seed, "dropout", *key).random() < source.caption_dropout
         repeats = source.repeats * sample.image.repeats  # in an epoch
@@ -174,7 +180,7 @@ class Plan:
         )
 
     def view(self, sample: Sample, variant: int) -> Crop:
-        """One of a sample's crops. It depends on the picture's bytes, not on its name or position."""
+        """Return one of a sample's crops, which depends on the picture's bytes, not on its name or position."""
         source = self.source_of(sample)
         augmentation = draw_augmentation(source, self.seed, sample.image.digest, variant)
         hole = draw_hole(source, self.seed, sample.image.digest, variant) if self.inpaints else None
@@ -187,27 +193,27 @@ class Plan:
         return Crop(sample.image, sample.bucket, offset, source.flip and draw.random() < 0.5, augmentation, hole)
 
     def prompt(self, sample: Sample, variant: int) -> str:
-        """The prompt of one variant of a sample."""
+        """Return the prompt of one variant of a sample."""
         return prompt_of(sample.image, self.source_of(sample), self.seed, variant)
 
     def views(self) -> list[Crop]:
-        """The distinct crops that the run may need: of the samples in order, then of the held-out ones."""
+        """Return the distinct crops that the run may need: of the samples in order, then of the held-out ones."""
         found = [self.view(sample, n) for sample in self.samples for n in range(self.source_of(sample).variants)]
         return list(dict.fromkeys([*found, *(self.view(sample, 0) for sample in self.held_out)]))
 
     def captions(self) -> list[str]:
-        """The distinct prompts that the run may need: of the samples in order, then of the held-out ones."""
+        """Return the distinct prompts that the run may need: of the samples in order, then of the held-out ones."""
         found = [self.prompt(sample, n) for sample in self.samples for n in range(self.source_of(sample).variants)]
         found += [self.prompt(sample, 0) for sample in self.held_out]
         dropped = any(source.caption_dropout for source in self.sources)
         return list(dict.fromkeys([*found, ""] if dropped else found))
 
     def images(self) -> int:
-        """The number of different pictures that are trained on."""
+        """Count the different pictures that are trained on."""
         return len({(self.source_of(sample).path, sample.image.name) for sample in self.samples})
 
     def share(self, index: int, path: str) -> SourceShare:
-        """The contribution of one source to an epoch, with the path to display."""
+        """Describe the contribution of one source to an epoch, with the path to display."""
         source = self.sources[index]
         samples = [sample for sample in self.samples if sample.image.source == index]
         held_out = [sample for sample in self.held_out if sample.image.source == index]
@@ -231,33 +237,33 @@ class Plan:
         )
 
     def shares(self, names: tuple[str, ...] = ()) -> list[SourceShare]:
-        """The contribution of each source, in order; ``names`` are shown instead of the sources' paths."""
+        """Describe the contribution of each source, in order; ``names`` are shown instead of the sources' paths."""
         paths = names or tuple(source.path for source in self.sources)
         return [self.share(index, path) for index, path in enumerate(paths)]
 
     def example(self) -> str:
-        """The prompt of the first sample that is not for regularization."""
+        """Return the prompt of the first sample that is not for regularization."""
         return self.prompt(self._subjects()[0], 0)
 
     def _subjects(self) -> Sequence[Sample]:
-        """The samples that are not for regularization; all of them if there is no other."""
+        """Return the samples that are not for regularization; all of them if there is no other."""
         return [sample for sample in self.samples if not self.source_of(sample).regularization] or self.samples
 
-    def _evaluated(self, count: int) -> list[Sample]:
-        """The samples of an evaluation: evenly spread, in order."""
+    def _evaluation_samples(self, count: int) -> list[Sample]:
+        """Return the samples of an evaluation: evenly spread, in order."""
         samples = self.held_out or self._subjects()
         few = count < len(samples)
         return [samples[n * len(samples) // count if few else n % len(samples)] for n in range(count)]
 
     def evaluation(self, count: int) -> list[PlannedSample]:
-        """Fixed draws for the validation loss: samples in order, noise levels at evenly spaced quantiles.
+        """Return the fixed samples of the validation loss, in order, with noise levels at evenly spaced quantiles.
 
         Uses the held-out samples, or the training samples if none are held out. A fixed permutation pairs noise levels
         with samples, so that the two are not correlated.
         """
         levels = stream(self.seed, "evaluation-levels").permutation(count)
         draws = []
-        for index, sample in enumerate(self._evaluated(count)):
+        for index, sample in enumerate(self._evaluation_samples(count)):
             level = self.objective.quantile((levels[index] + 0.5) / count, self.shifts[sample.image.source])
             draws.append(
                 PlannedSample(self.view(sample, 0), self.prompt(sample, 0), level, ("evaluation-noise", index))
@@ -265,11 +271,11 @@ class Plan:
         return draws
 
     def manifest(self) -> list[Json]:
-        """Everything that the order of samples and the evaluation depend on; checkpoints pin it."""
+        """Return everything that the order of samples and the evaluation depend on; checkpoints pin it."""
         return [*map(self._row, self.samples), *({**self._row(sample), "held_out": True} for sample in self.held_out)]
 
     def _row(self, sample: Sample) -> Json:
-        """One line of the manifest. Fields added since the first version appear only where they are used, so
+        """Return one line of the manifest. Fields added since the first version appear only where they are used, so
         that manifests of older checkpoints still compare equal."""
         row: Json = {
             "file": sample.image.name,

@@ -17,7 +17,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def prompt_of(image: SourceImage, source: Source, seed: int, variant: int) -> str:
-    """The prompt of one variant of a picture, by its source's caption options."""
+    """Build the prompt of one variant of a picture, by its source's caption options."""
     if image.as_it_is:
         return image.caption
     captions = image.captions

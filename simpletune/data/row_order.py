@@ -19,7 +19,7 @@ def epoch_order(
     window: int,
     batch_size: int,
 ) -> np.ndarray:  # int64 [micro-batches, batch_size]
-    """The micro-batches of one epoch: sample numbers, each once; -1 pads a bucket's last micro-batch.
+    """Shuffle one epoch into micro-batches: sample numbers, each once; -1 pads a bucket's last micro-batch.
 
     Args:
         key: the run's seed and the epoch's number.
@@ -36,13 +36,13 @@ def epoch_order(
     window_of[np.argsort(rank[block], kind="stable")] = np.arange(len(block)) // window
     order = np.lexsort((stream(seed, "row-order", epoch).random(len(block)), window_of, bucket))
     ends = np.flatnonzero(np.diff(bucket[order])) + 1  # where the next bucket begins
-    batches = np.concatenate([in_batches(members, batch_size) for members in np.split(order, ends)])
+    batches = np.concatenate([deal_batches(members, batch_size) for members in np.split(order, ends)])
     last = np.where(batches < 0, -1, window_of[batches]).max(axis=1)  # a micro-batch is in its last row's window
     return batches[np.lexsort((stream(seed, "pass-order", epoch).random(len(batches)), last))]
 
 
-def in_batches(members: np.ndarray, batch_size: int) -> np.ndarray:  # [n] -> int64 [micro-batches, batch_size]
-    """A bucket's samples in micro-batches, the last one padded with -1."""
+def deal_batches(members: np.ndarray, batch_size: int) -> np.ndarray:  # [n] -> int64 [micro-batches, batch_size]
+    """Deal a bucket's samples into micro-batches, the last one padded with -1."""
     filled = np.full(-(-len(members) // batch_size) * batch_size, -1, dtype=np.int64)
     filled[: len(members)] = members
     return filled.reshape(-1, batch_size)
@@ -53,7 +53,7 @@ def substitute_unusable(
     bucket: np.ndarray,  # [n]
     unusable: np.ndarray,
 ) -> np.ndarray:
-    """An epoch's order with each unusable sample replaced by the next usable one of its bucket.
+    """Replace each unusable sample of an epoch's order by the next usable one of its bucket.
 
     Args:
         batches: the epoch's order.

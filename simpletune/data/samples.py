@@ -1,4 +1,4 @@
-"""Elements of a plan: the samples of an epoch, the crops of a picture, and the draws of a micro-batch."""
+"""Elements of a plan: the samples of an epoch, the crops of a picture, and the planned samples of a micro-batch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class PlannedSample:
-    """One sample as drawn for a micro-batch.
+    """One sample as planned for a micro-batch.
 
     Args:
         view: the picture and its crop.
@@ -82,7 +82,7 @@ def drop_rejected(images: Sequence[SourceImage], rejected: Sequence[RejectedEntr
 def make_samples(
     images: Sequence[SourceImage], sources: Sequence[Source], repeats: int | None = None, step: int = STEP
 ) -> list[Sample]:
-    """The samples of an epoch, sorted by source and picture name, a picture's repetitions next to each other.
+    """List the samples of an epoch, sorted by source and picture name, a picture's repetitions next to each other.
     ``repeats`` overrides the sources'; sides of buckets are multiples of ``step`` pixels."""
     samples = []
     for image in sorted(images, key=lambda image: (image.source, image.name)):

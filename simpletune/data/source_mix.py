@@ -25,7 +25,7 @@ class SourceShare:
         holes: different crops with a hole to inpaint, over all variants; None: not counted.
         weight: factor of the loss.
         regularization: whether it is for prior preservation.
-        shape: resolution and aspect, in words.
+        shape: a description of resolution and aspect.
     """
 
     path: str
@@ -43,7 +43,7 @@ class SourceShare:
 
 
 def source_lines(found: list[SourceShare]) -> Iterator[str]:
-    """One line for each source, numbered; nothing for a single source without options of its own."""
+    """Describe each source in a numbered line; nothing for a single source without options of its own."""
     if len(found) == 1:
         (only,) = found
         if not (only.masks or only.holes or only.weight != 1 or (only.prompts or 0) > only.images):
@@ -81,7 +81,7 @@ SOURCE_COLUMNS = (
 
 
 def source_rows(found: Sequence[SourceShare]) -> list[tuple[str, ...]]:
-    """The rows of a table of sources, under ``SOURCE_COLUMNS``."""
+    """Return the rows of a table of sources, under ``SOURCE_COLUMNS``."""
     return [
         (
             f"{index}: {printable_name(share.path)}",

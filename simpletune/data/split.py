@@ -12,7 +12,7 @@ DIGITS = 13  # leading hexadecimal digits of a digest, read as a number in [0, 1
 
 def split_images(images: Sequence[SourceImage], split: float | None) -> tuple[list[SourceImage], list[SourceImage]]:
     """Split pictures into those to train on and those to hold out, each in the given order, by ``validation.split``.
-    Identical files fall on the same side. UserError: one side would be empty."""
+    Identical files fall on the same side. Raises UserError if one side would be empty."""
     if split is None or not images:
         return list(images), []
     if split < 1:  # pictures whose hash lies below it; a whole number N: those with the N lowest hashes

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from simpletune.config.batches import AnyConfig, share_of_process, sizes_of, with_batch
-from simpletune.config.check import may_recompute_alone
+from simpletune.config.check import can_recompute_feed_forward
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.checkpointing import budget_error, find_fewest
 from simpletune.engine.memory.cuda_libraries import cublas_workspace
@@ -199,7 +199,7 @@ def with_checkpointed(config: AnyConfig, count: int, keeping: int = 0) -> AnyCon
     if not count:
         changes["feed_forward"] = "auto"
     elif memory.feed_forward == "auto":
-        changes["feed_forward"] = "alone" if may_recompute_alone(config) else "block"
+        changes["feed_forward"] = "alone" if can_recompute_feed_forward(config) else "block"
     return config.model_copy(update={"memory": memory.model_copy(update=changes)})
 
 

@@ -45,7 +45,7 @@ class DataCounts(NamedTuple):
     def from_plan(cls, config: TrainConfig, plan: Plan, start: int = 0) -> DataCounts:
         """Count a plan's data; of a stream, what the steps from ``start`` on use, with all of its prompts distinct."""
         if isinstance(plan, StreamPlan):
-            used = plan.used(start, config.steps(plan.steps_per_epoch)) // plan.samples.source.variants
+            used = plan.used_variants(start, config.steps(plan.steps_per_epoch)) // plan.samples.source.variants
             areas = np.array([width * height for width, height in plan.samples.sizes], dtype=np.int64)
             entries = 1 + plan.inpaints  # with a hole of its own for each; whole images share one
             images, pixels = plan.images(), int(areas[plan.samples.bucket[used]].sum()) * entries
@@ -160,7 +160,7 @@ def _count_new_checkpoints(config: TrainConfig, plan: Plan | None, start: int, s
     there = [step for step, _ in list_checkpoints(run_folder(config)) if step <= start] if start else []
     every = option.every or steps
     due = [*range(start - start % every + every, steps, every), *([steps] if start < steps else [])]
-    return max(0, option.most_at_once([*there, *due], best) - len(option.kept(there)))
+    return max(0, option.most_on_disk([*there, *due], best) - len(option.steps_to_keep(there)))
 
 
 def _count_to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, int]:
@@ -171,12 +171,12 @@ def _count_to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[i
     from simpletune.stages.text_cache import TextCache
 
     dtype, place = config.precision.encoder_dtype(), config.output.place
-    latents = LatentCache.of(config, place).cache
+    latents = LatentCache.from_config(config, place).cache
     if isinstance(plan, StreamPlan):  # estimated from a few of the crops
-        used = plan.used(start, config.steps(plan.steps_per_epoch))
+        used = plan.used_variants(start, config.steps(plan.steps_per_epoch))
         some = used[:: max(1, len(used) // TRIED)]
         pairs = zip(*(part.tolist() for part in divmod(some, plan.samples.source.variants)), strict=True)
-        samples = plan.samples.uncaptioned()
+        samples = plan.samples.without_captions()
         keys = [crop_key(crop) for row, variant in pairs for crop in plan.view(samples[row], variant).cached]
         lacking = sum(key not in latents for key in keys) / max(1, len(keys))
         counts = DataCounts.from_plan(config, plan, start)

@@ -16,7 +16,7 @@ from simpletune import __version__
 from simpletune.config.prior import ClassImages
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import drop_rejected
-from simpletune.data.sources.multi_source import scan_sources, too_small
+from simpletune.data.sources.multi_source import find_too_small, scan_sources
 from simpletune.engine.memory.cuda_libraries import most_multiprocessors
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
 from simpletune.engine.quant.precision import ITEM
@@ -264,7 +264,7 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
         if any(path.startswith("demo:") or not Path(path).exists() for path in paths):
             return None
         images = scan_sources(config.data).images
-        small = too_small(images, config.data, config.model.architecture.multiple)
+        small = find_too_small(images, config.data, config.model.architecture.multiple)
         plan = make_plan(config, drop_rejected(images, small), config.model.inpaints)
         found = DataCounts.from_plan(config, plan)
     except UserError:  # the run itself reports problems of the data

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from simpletune.config.check import may_recompute_alone
+from simpletune.config.check import can_recompute_feed_forward
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.engine.memory.fake import fake_tensors
@@ -260,7 +260,9 @@ def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[SettingCha
     if config.adapter.trains_base and not card.has_bf16:
         precisions = ["fp32"]  # fp16 cannot hold small updates
     always = ["memory.profile=null", "memory.crop_positions=true", "memory.budget_gib=null"]
-    ways = block_options(config.model.architecture.blocks(), may_recompute_alone(config), may_keep_attention(config))
+    ways = block_options(
+        config.model.architecture.blocks(), can_recompute_feed_forward(config), may_keep_attention(config)
+    )
     for weights in precisions:
         plain = with_changes(config, [f"precision.weights={weights}", "precision.compute=fp32"])
         fewer_bits = int(plain is not None and own.bytes_per_weight > plain.precision.bytes_per_weight)

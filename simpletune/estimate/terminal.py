@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from simpletune.engine.memory.snapshot import KINDS, MemorySnapshot
 from simpletune.estimate.job_estimate import CONTEXT, FRAGMENTED, LEAST_FRAGMENTED, MIB, Estimate, fragmentation
 from simpletune.estimate.job_time import JobTime
-from simpletune.runs.report.charts import KIND_COLOURS, stacked, text_bar
+from simpletune.runs.report.charts import KIND_COLOURS, stacked_bars, text_bar
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, plural
 
@@ -107,7 +107,7 @@ def comparison_chart(estimates: Mapping[str, Estimate], card: Card | None) -> Js
         if (size := each.peak.by_kind.get(kind))
     ]
     limit = None if card is None else (f"{card.name}: {card.bytes / 2**30:.1f} GiB", card.bytes / 2**30)
-    spec = stacked(rows, "predicted peak memory, GiB", KIND_COLOURS, ".2f", totals=True, limit=limit)
+    spec = stacked_bars(rows, "predicted peak memory, GiB", KIND_COLOURS, ".2f", totals=True, limit=limit)
     return {"title": {"text": "Peak memory of the whole job", "offset": 12}, "width": 480, **spec}
 
 

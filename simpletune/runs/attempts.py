@@ -54,14 +54,14 @@ class Attempt(BaseModel):
     """Signal or request that stopped the attempt, or the error message."""
 
     def describe(self) -> str:
-        """How the attempt ended."""
+        """Describe how the attempt ended."""
         if self.ended == "stopped":
             return f"stopped by {self.reason}"
         return self.ended or "no end recorded"
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """Read the attempts of a run, oldest first; empty if there is no record, a ValueError if it is damaged."""
+    """Read the attempts of a run, oldest first; empty if there is no record. Raises ValueError if it is damaged."""
     file = folder / ATTEMPTS
     return TypeAdapter(list[Attempt]).validate_json(file.read_bytes()) if file.exists() else []
 
@@ -126,14 +126,14 @@ def merged_stages(attempts: Iterable[Attempt]) -> dict[str, Stage]:
 
 
 def median_seconds(rows: Sequence[Json], attempts: Sequence[Attempt]) -> float | None:
-    """Median seconds per step without the warm-up of each process; None if no step was timed."""
+    """Return the median seconds per step without the warm-up of each process; None if no step was timed."""
     starts = [attempt.from_step for attempt in attempts] or [0]
     timed = [row for row in rows if "seconds" in row]
     warm = [row for row in timed if not any(start < row["step"] <= start + WARM_UP for start in starts)]
     return statistics.median(row["seconds"] for row in warm or timed) if timed else None
 
 
-def how_it_ended(error: BaseException) -> tuple[Ended, str]:
+def describe_end(error: BaseException) -> tuple[Ended, str]:
     """Return how a process ended that raised this error, and why."""
     if isinstance(error, Stopped | KeyboardInterrupt):
         return "stopped", error.by if isinstance(error, Stopped) else "SIGINT"
@@ -194,7 +194,7 @@ class AttemptRecorder:
     ) -> None:
         if error is None or self._stages is None:
             return
-        ended, reason = how_it_ended(error)
+        ended, reason = describe_end(error)
         try:
             self.update(ended=ended, reason=reason)
         except (OSError, DiskFull) as full:  # the error that ended the run matters more

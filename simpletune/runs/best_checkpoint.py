@@ -40,7 +40,7 @@ class BestCheckpoint:
     strength: float = 1.0  # of the LoRA, at which it was chosen
 
     def describe(self, run: object) -> str:
-        """What to use of a run, and why."""
+        """Say what to use of a run, and why."""
         return f"{run}{self.suffix}, {'the last' if self.by == LAST else f'by {self.by}'}: {self.why}"
 
     @property
@@ -55,11 +55,11 @@ def choose_best(run: Path) -> BestCheckpoint | None:
     steps = [step for step, _ in list_checkpoints(run)]
     if not steps:
         return None
-    if (found := _by_user_or_fidelity(run, steps)) is not None:
+    if (found := _choose_by_user_or_fidelity(run, steps)) is not None:
         return found
     if (lowest := lowest_held_out(run)) is not None:
         rows = [row for row in held_out_rows(run) if row["step"] in (0, *steps)]
-        return _by_held_out_loss(lowest, rows, steps[-1])
+        return _choose_by_held_out_loss(lowest, rows, steps[-1])
     few = _prompts_of(read_scores(run))
     why = (
         "nothing measures which checkpoint is better. Run simpletune evaluate, or set validation.split"
@@ -69,21 +69,22 @@ def choose_best(run: Path) -> BestCheckpoint | None:
     return BestCheckpoint(steps[-1], LAST, why)
 
 
-def _by_user_or_fidelity(run: Path, steps: list[int]) -> BestCheckpoint | None:
+def _choose_by_user_or_fidelity(run: Path, steps: list[int]) -> BestCheckpoint | None:
     taken = (read_json_or_none(run / BEST) or {}).get("step")
     if taken is not None and taken in steps:
         return BestCheckpoint(taken, USER, "chosen with simpletune evaluate --choose")
-    return by_fidelity(run, steps)
+    return choose_by_fidelity(run, steps)
 
 
 def lowest_held_out(run: Path) -> Json | None:
-    """The evaluation on held-out pictures with the lowest loss among those of the run's checkpoints; None without."""
+    """Return the evaluation on held-out pictures with the lowest loss among those of the run's checkpoints; None
+    without."""
     steps = [step for step, _ in list_checkpoints(run)]
     return _best_of([row for row in held_out_rows(run) if row["step"] in steps])
 
 
 def _prompts_of(result: Json | None) -> int:
-    """The number of prompts of an evaluation; 0 without one."""
+    """Return the number of prompts of an evaluation; 0 without one."""
     if result is None or not result["points"]:
         return 0
     found = _score(result["points"][0], "subject_fidelity", result["main"]["subject_fidelity"])
@@ -91,15 +92,15 @@ def _prompts_of(result: Json | None) -> int:
 
 
 def step_to_keep(run: Path) -> int | None:
-    """The step of the checkpoint to keep regardless of its age: the best by choice or fidelity, else the one with the
-    lowest held-out loss, so that it can still be chosen beside the last; None if the run has neither."""
-    if (found := _by_user_or_fidelity(run, [step for step, _ in list_checkpoints(run)])) is not None:
+    """Return the step of the checkpoint to keep regardless of its age: the best by choice or fidelity, else the one
+    with the lowest held-out loss, so that it can still be chosen beside the last; None if the run has neither."""
+    if (found := _choose_by_user_or_fidelity(run, [step for step, _ in list_checkpoints(run)])) is not None:
         return found.step
     lowest = lowest_held_out(run)
     return None if lowest is None else int(lowest["step"])
 
 
-def by_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
+def choose_by_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
     """Choose by the run's evaluation with encoders; None if there is none of at least FEWEST prompts, or if none of its
     checkpoints exists."""
     result = read_scores(run)
@@ -114,7 +115,7 @@ def by_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
         against_base = [_score(point, "prompt_fidelity", prompt)["from_base"] for point in points]
         limits = [each["value"] if each["high"] is None else each["high"] for each in against_base]
         faithful = [point for point, limit in zip(points, limits, strict=True) if limit >= 0]
-    able = faithful or most_faithful(points, prompt or subject)
+    able = faithful or most_faithful_models(points, prompt or subject)
     best = max(able, key=lambda point: _score(point, "subject_fidelity", subject)["value"])
     many, likeness = plural(len(points), "model"), _score(best, "subject_fidelity", subject)["value"]
     why = f"of {many}, its pictures are most like yours"
@@ -135,8 +136,9 @@ def by_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
     return BestCheckpoint(best["step"], FIDELITY, why, best["strength"] if best["strength"] is not None else 1.0)
 
 
-def most_faithful(points: Sequence[Json], encoder: str) -> list[Json]:
-    """The models whose prompt fidelity is within two standard errors (of the paired differences) of the best one's."""
+def most_faithful_models(points: Sequence[Json], encoder: str) -> list[Json]:
+    """Return the models whose prompt fidelity is within two standard errors (of the paired differences) of the best
+    one's."""
     leader = max(points, key=lambda point: _score(point, "prompt_fidelity", encoder)["value"])
     own = _score(leader, "prompt_fidelity", encoder)["by_prompt"]
     found = []
@@ -148,19 +150,20 @@ def most_faithful(points: Sequence[Json], encoder: str) -> list[Json]:
 
 
 def _score(point: Json, name: str, encoder: str | None) -> Json:
-    """One model's score: its value, and the limits of its interval."""
+    """Return one model's score: its value, and the limits of its interval."""
     found: Json = point["scores"][name][encoder]
     return found
 
 
 def held_out_rows(run: Path) -> list[Json]:
-    """The evaluations on held-out pictures in order of steps, starting with the base's; all have as many samples."""
+    """Return the evaluations on held-out pictures in order of steps, starting with the base's; all have as many
+    samples."""
     rows = [row for row in read_rows(run / EVALUATIONS) if row.get("held_out") and row.get("eval_losses")]
     rows.sort(key=row_key)
     return [row for row in rows if len(row["eval_losses"]) == len(rows[0]["eval_losses"])]
 
 
-def since_best(run: Path) -> int:
+def evaluations_since_best(run: Path) -> int:
     """Count the evaluations on held-out pictures since the best one, whether its step was saved or not."""
     rows = held_out_rows(run)
     best = _best_of(rows, first=0)
@@ -168,8 +171,8 @@ def since_best(run: Path) -> int:
 
 
 def _best_of(rows: Sequence[Json], first: int = 1) -> Json | None:
-    """The best of evaluations in order of steps: no later one is better. Steps before ``first`` (the base) do not
-    count."""
+    """Return the best of evaluations in order of steps: no later one is better. Steps before ``first`` (the base) do
+    not count."""
     best: Json | None = None
     for row in rows:
         if row["step"] >= first and (best is None or is_lower(row["eval_losses"], best["eval_losses"])):
@@ -178,18 +181,18 @@ def _best_of(rows: Sequence[Json], first: int = 1) -> Json | None:
 
 
 def is_lower(losses: Sequence[float], than: Sequence[float]) -> bool:
-    """Whether losses are lower by more than the standard error of their paired differences."""
+    """Return whether losses are lower by more than the standard error of their paired differences."""
     difference, error = paired_difference(losses, than)
     return difference < -error
 
 
 def paired_difference(losses: Sequence[float], than: Sequence[float]) -> tuple[float, float]:
-    """The mean of the paired differences of losses, and its standard error, which is 0 for a single sample."""
+    """Compute the mean of the paired differences of losses, and its standard error, which is 0 for a single sample."""
     differences = [one - other for one, other in zip(losses, than, strict=True)]
     return fmean(differences), standard_error(differences)
 
 
-def _by_held_out_loss(lowest: Json, rows: Sequence[Json], last_step: int) -> BestCheckpoint:
+def _choose_by_held_out_loss(lowest: Json, rows: Sequence[Json], last_step: int) -> BestCheckpoint:
     """Choose the last checkpoint; or the one with the lowest loss, if that is no worse than the base and the last is.
 
     Args:
@@ -218,7 +221,7 @@ def _by_held_out_loss(lowest: Json, rows: Sequence[Json], last_step: int) -> Bes
 
 
 def _difference(row: Json, than: Json) -> str:
-    """The difference of two evaluations' losses, with its standard error."""
+    """Compute the difference of two evaluations' losses, with its standard error."""
     return "{:+.4f} ± {:.4f}".format(*paired_difference(row["eval_losses"], than["eval_losses"]))
 
 

@@ -88,8 +88,8 @@ class SavedState:
 
 
 def metadata_of(run: Path, config: TrainConfig, step: int) -> dict[str, str]:
-    """The header of every result: configuration without local folders, step, the LoRA that the run began with, and
-    those under it."""
+    """Build the header of every result: configuration without local folders, step, the LoRA that the run began with,
+    and those under it."""
     shared = shareable(config)  # of a checkpoint's files, too, which people share as they do a result
     found = {"simpletune_config": shared.model_dump_json(by_alias=True), "simpletune_step": str(step)}
     if (parent := read_parent(run)) is not None:

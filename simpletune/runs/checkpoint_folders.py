@@ -30,7 +30,7 @@ _UNCHECKED = {"step", "config", "manifest", "optimizer", "processes", "torch", "
 
 
 def saved_file(folder: Path, name: str) -> Path:
-    """A checkpoint's tensor file, or the index of the files that several processes have written instead."""
+    """Return a checkpoint's tensor file, or the index of the files that several processes have written instead."""
     index = folder / f"{name.removesuffix('.safetensors')}{INDEX_SUFFIX}"
     return index if index.is_file() else folder / name
 
@@ -85,7 +85,7 @@ def last_saved(run: Path) -> str:
 def remove_oldest(run: Path, option: Checkpoint, best: int | None = None) -> None:
     """Remove the checkpoints that the configuration does not keep; ``best``, the best one's step, always stays."""
     found = list_checkpoints(run)
-    stay = {*option.kept([step for step, _ in found]), best}
+    stay = {*option.steps_to_keep([step for step, _ in found]), best}
     for old in [folder for step, folder in found if step not in stay]:
         gone = temporary_path(old)  # a kill during removal must not leave half a checkpoint
         replace(old, gone)

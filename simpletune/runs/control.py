@@ -1,4 +1,4 @@
-"""Ask a training run, through ``RUN/control.json``, to draw a picture, write a checkpoint or stop.
+"""Ask a training run, through ``RUN/control.json``, to generate a picture, write a checkpoint or stop.
 
 Commands and pages rewrite the whole file each time; the training loop only reads it, between two steps, and appends the
 outcome of each request to ``control_answers.jsonl``. Pictures go to ``drawn/``, described in ``drawn/drawn.jsonl``.
@@ -93,8 +93,8 @@ class ControlFile(Option):
 
 
 def read_requests(folder: Path) -> list[AnyRequest]:
-    """Read a run's control file; no requests if it does not exist, a UserError that lists every problem if it does not
-    match ``ControlFile``."""
+    """Read a run's control file; no requests if it does not exist. Raises UserError, which lists every problem, if it
+    does not follow the format."""
     file = folder / CONTROL
     try:
         data = strict_json.read(file)
@@ -140,18 +140,17 @@ def new_id(kind: str) -> str:
 
 
 def read_answers(folder: Path) -> list[Json]:
-    """Read the outcomes of a run's requests, oldest first: ``id``, ``ask``, ``state``, ``step``, ``why``, ``file``.
-    Skips damaged lines."""
+    """Read the outcomes of a run's requests, oldest first: ``id``, ``ask``, ``state``, ``step``, ``why``, ``file``."""
     return _rows(folder / CONTROL_ANSWERS, {"id": str, "state": str})
 
 
 def answered_ids(folder: Path) -> set[str]:
-    """The ids of requests that have been answered."""
+    """Return the ids of requests that have been answered."""
     return {row["id"] for row in read_answers(folder)}
 
 
 def read_generated(folder: Path) -> list[Json]:
-    """Read the descriptions of the pictures drawn on request, oldest first; skips damaged lines."""
+    """Read the descriptions of the pictures generated on request, oldest first; skips damaged lines."""
     return _rows(folder / GENERATED_ROWS, {"file": str, "prompt": str})
 
 

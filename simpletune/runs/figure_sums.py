@@ -18,7 +18,7 @@ FIGURES = "figures_sha256"  # in summary.json: those of a finished run
 
 
 def figure_sums(folder: Path) -> Json:
-    """The number of bytes and the SHA-256 of each of these files, by its path in the run's folder."""
+    """Return the number of bytes and the SHA-256 of each of these files, by its path in the run's folder."""
     files = [folder / name for name in (METRICS, EVALUATIONS, EVALUATION)]
     files += sorted((folder / SAMPLES / "base").glob("*.png"))
     sizes = {file: file.stat().st_size for file in files if file.is_file()}

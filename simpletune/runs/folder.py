@@ -122,13 +122,13 @@ def read_summary(folder: Path) -> Json | None:
 
 
 def earlier_validation_samples(folder: Path) -> int | None:
-    """The number of samples in a run's evaluations; None if it has made none."""
+    """Return the number of samples in a run's evaluations; None if it has made none."""
     rows = list(read_rows(folder / EVALUATIONS))
     return len(rows[-1].get("eval_losses", [])) or OLD_SAMPLES if rows else None
 
 
 def finished_steps(folder: Path) -> int | None:
-    """The steps of a run that is finished, including card and report; None if it is unfinished."""
+    """Return the steps of a run that is finished, including card and report; None if it is unfinished."""
     summary = read_summary(folder)
     return summary["steps"] if summary and summary.get("complete") else None
 
@@ -219,7 +219,7 @@ def put_chosen(config: ResolvedConfig, chosen: TrainConfig, threads: int) -> Non
     write_text(run_folder(config) / CHOSEN, json.dumps(with_sum(found)) + "\n")
 
 
-def chosen_before(config: ResolvedConfig) -> Json:
+def read_chosen(config: ResolvedConfig) -> Json:
     """Read the valid choices of the run's last start: threads, blocks that checkpoint and keep attention,
     modulation."""
     saved = read_own(run_folder(config) / CHOSEN, {}) or {}
@@ -270,7 +270,7 @@ def predicted_time(folder: Path) -> Json | None:
 
 
 def newest_run(runs: Path) -> Path:
-    """The run that finished last."""
+    """Return the run that finished last."""
     found = []
     for file in runs.glob(f"*/{SUMMARY}"):
         with suppress(FileNotFoundError):  # its run has just been continued
@@ -284,7 +284,7 @@ def newest_run(runs: Path) -> Path:
 
 
 def read_json_or_none(file: Path) -> Json | None:
-    """Read a JSON object from a file; None if the file does not exist, a UserError if it is damaged."""
+    """Read a JSON object from a file; None if the file does not exist. Raises UserError if it is damaged."""
     try:
         value: Json = json.loads(file.read_text(encoding="utf-8"))
         value = without_sum(value) if isinstance(value, dict) else value

@@ -62,7 +62,8 @@ def model_card_text(folder: Path, config: TrainConfig, summary: Json, manifest: 
 
 
 def example_of(config: TrainConfig, caption: str) -> ImageRequest:
-    """The picture that the card's instructions draw: the run's first validation picture, or of the first caption."""
+    """Return the picture that the card's instructions generate: the run's first validation picture, or of the first
+    caption."""
     from simpletune.stages.sample import ImageRequest
 
     option, (width, height) = config.validation, config.image_size()
@@ -142,12 +143,12 @@ def last_name(path: str) -> str:
 
 
 def public_name(name: str) -> str:
-    """A model's name without local folders; hub and demo names are unchanged."""
+    """Strip local folders from a model's name; hub and demo names are unchanged."""
     return name if is_hub_name(name) else last_name(name)
 
 
 def _hub_base(config: TrainConfig) -> str | None:
-    """The base's name on the hub, if it has one and the run starts from its weights."""
+    """Return the base's name on the hub, if it has one and the run starts from its weights."""
     name = config.model.files.weights_from
     return name if is_hub_name(name) and config.model.init == "pretrained" else None
 
@@ -174,7 +175,7 @@ def _introduction(folder: Path, config: TrainConfig, prompt: str) -> Iterator[st
 
 
 def _text(value: object) -> str:
-    """A setting of the adapter in a cell; an entry of ``layers`` as its pattern and what it sets."""
+    """Format a setting of the adapter for a cell; an entry of ``layers`` as its pattern and what it sets."""
     if isinstance(value, dict):
         return f"{value['pattern']} ({', '.join(f'{key} {own}' for key, own in value.items() if key != 'pattern')})"
     return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)
@@ -257,17 +258,17 @@ def _use(config: TrainConfig, example: ImageRequest) -> Iterator[str]:
 
 
 def _paints(config: TrainConfig) -> bool:
-    """Whether the model inpaints; without the base's files it counts as plain."""
+    """Return whether the model inpaints; without the base's files it counts as plain."""
     return config.model.pipeline == config.model.words.pipeline.inpainting
 
 
 def _local_name(config: TrainConfig, name: str) -> str:
-    """A model's name in commands, where the reader has to put a local one's own place."""
+    """Return a model's name in commands, where the reader has to put a local one's own place."""
     return name if is_hub_name(name) or config.is_demo else f"path/to/{public_name(name)}"
 
 
 def _loaded_tokens(config: TrainConfig) -> list[str]:
-    """The embedding files that diffusers loads, which reads those of one text encoder."""
+    """Return the embedding files that diffusers loads, which reads those of one text encoder."""
     option = config.text.embeddings
     if option is None or option.place == "output" or len(config.model.text.trainable) != 1:
         return []
@@ -275,7 +276,7 @@ def _loaded_tokens(config: TrainConfig) -> list[str]:
 
 
 def snippet(config: TrainConfig, example: ImageRequest) -> str:
-    """Write Python code that draws the example with diffusers."""
+    """Write Python code that generates the example with diffusers."""
     model, precision = config.model, config.precision
     whole = (
         precision.encoder_dtype() if precision.settled_compute == "fp16" else precision.compute_dtype()

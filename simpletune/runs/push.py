@@ -98,7 +98,7 @@ def checkpoint_of(named: WeightsRef, config: TrainConfig) -> tuple[str, Upload]:
 
 
 def confirm() -> None:
-    """Ask for confirmation at the terminal; a UserError if there is none, or the answer is no."""
+    """Ask for confirmation at the terminal. Raises UserError if there is none, or the answer is no."""
     if not sys.stdin.isatty():
         raise UserError(
             "push: nothing was uploaded, because no terminal can ask for confirmation. Add --yes to confirm"

@@ -91,12 +91,12 @@ def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
 
 
 def row_key(row: Json) -> tuple[int, bool]:
-    """What is one row's alone in a file: its step, and whether it is of the start, which has step 0 like the base."""
+    """Return what tells a row from the others: its step, and whether it is of the start, at step 0 like the base."""
     return row["step"], is_start(row)
 
 
 def is_start(row: Json) -> bool:
-    """Whether an evaluation is of the LoRA that a run began with, at step 0 as the base's."""
+    """Return whether an evaluation is of the LoRA that a run began with, at step 0 as the base's."""
     return bool(row.get("start"))
 
 

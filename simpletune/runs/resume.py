@@ -29,8 +29,7 @@ UNSAID = ("about:", "$schema:")  # texts for readers, which overrides drop
 
 
 def base_of(config: ResolvedConfig, loras: list[Json]) -> Json:
-    """What a run trains on: by the parts' names, the fingerprint of their contents and, of those from the hub, the
-    commit; and the LoRAs under it.
+    """Identify what a run trains on: the parts' fingerprints and, from the hub, commits; and the LoRAs under it.
 
     Args:
         config: with folders resolved.
@@ -44,12 +43,12 @@ def base_of(config: ResolvedConfig, loras: list[Json]) -> Json:
     return {"parts": found, "loras": [[each["sha256"], each["scale"]] for each in loras]}
 
 
-def moved(saved: SavedState, config: TrainConfig) -> list[str]:
+def changed_places(saved: SavedState, config: TrainConfig) -> list[str]:
     """List the changed places of the base, as ``path: old -> new``, of a checkpoint that knows the base's contents."""
-    return _of_places(saved, _changes(saved, config)) if saved.base else []
+    return _keep_places(saved, _changes(saved, config)) if saved.base else []
 
 
-def _of_places(saved: SavedState, changes: Sequence[str]) -> list[str]:
+def _keep_places(saved: SavedState, changes: Sequence[str]) -> list[str]:
     places = tuple(f"{place}:" for place in PLACES)
     return [change for change in changes if saved.base and change.startswith(places)]
 
@@ -92,11 +91,11 @@ def check_resumable(
     saved: SavedState, config: TrainConfig, manifest: list[Json], processes: int | None = None
 ) -> list[str]:
     """Compare a configuration, as the user gave it, and the data's manifest with those of a checkpoint; list the
-    allowed changes, as ``path: old -> new``. A UserError lists those that affect the meaning of the weights or the
-    order of samples. ``processes``: the current number; None skips this comparison. The contents of a base that has
-    ``moved`` have been compared (``require_same_base``)."""
+    allowed changes, as ``path: old -> new``. ``processes``: the current number; None skips this comparison. A base's
+    ``changed_places`` are compared elsewhere (``require_same_base``). Raises UserError, which lists the changes, if
+    some affect the meaning of the weights or the order of samples."""
     changes = _changes(saved, config)
-    places = _of_places(saved, changes)
+    places = _keep_places(saved, changes)
     pinned = [c for c in changes if c not in places and any(c.startswith((f"{p}:", f"{p}.")) for p in PINNED)]
     if pinned:
         remedy = "Use the same values, or start a new run under another name"
@@ -120,13 +119,13 @@ def check_resumable(
 
 
 def kept_settings(config: TrainConfig, samples: int | None, chosen: Json, threads: int) -> dict[str, str]:
-    """The settings whose new value a resumed run does not follow, because it keeps what it began with: what stays, and
-    why, by path.
+    """Return the settings whose new value a resumed run does not follow, because it keeps what it began with: what
+    stays, and why, by path.
 
     Args:
         config: the new one, as the user gave it, with its batch size settled.
         samples: of the run's evaluations so far; None: it has made none.
-        chosen: what the run chose for ``auto`` (``chosen_before``), or was given.
+        chosen: what the run chose for ``auto`` (``read_chosen``), or was given.
         threads: that this process uses.
     """
     found, option, memory = dict[str, str](), config.validation.loss_samples, config.memory

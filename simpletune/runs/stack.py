@@ -49,7 +49,7 @@ class GivenLora:
         return f"{self.option}: {self.name}"
 
     def read(self) -> tuple[Updates, Updates]:
-        """The updates of the denoiser, and those of text encoders."""
+        """Read the updates of the denoiser, and those of text encoders."""
         from simpletune.adapters.files.read import read_lora
 
         try:
@@ -58,7 +58,7 @@ class GivenLora:
             raise UserError(f"{self.option}: {error}", error.code) from None
 
     def about(self) -> Json:
-        """What runs record of it: name, SHA-256, steps if known, and strength."""
+        """Return what runs record of it: name, SHA-256, steps if known, and strength."""
         from simpletune.adapters.files.header import open_lora
 
         metadata = open_lora(self.file).metadata
@@ -72,7 +72,7 @@ class GivenLora:
 
 
 def given_lora(option: str, text: str) -> GivenLora:
-    """Find the LoRA that an option names; a UserError if there is none."""
+    """Find the LoRA that an option names. Raises UserError if there is none."""
     named = find_lora(text, f"{option}: ")
     assert named.lora is not None
     return GivenLora(option, named.name, named.lora, 1.0 if named.scale is None else named.scale)
@@ -97,8 +97,8 @@ def require_lora_families(config: TrainConfig) -> None:
 
 
 def require_lora_of(place: str, file: Path, config: TrainConfig) -> None:
-    """Check by its header, before the base is loaded, that a LoRA is of the base's family; a UserError begins with its
-    place."""
+    """Check by its header, before the base is loaded, that a LoRA is of the base's family. Raises UserError, which
+    begins with its option, if it is not."""
     from simpletune.adapters.files.header import LoraHeader
 
     header = LoraHeader(file)
@@ -133,7 +133,8 @@ class Stack:
         return [[each["sha256"], each["scale"]] for each in self.about]
 
     def merger(self, base: BaseReader) -> Merger:
-        """The tensors of a base with the LoRAs in it, in its types: the bits of ``simpletune merge``."""
+        """Build the merger that returns a base's tensors with the LoRAs in them, in its types: the bits of ``simpletune
+        merge``."""
         from simpletune.adapters.files.merge import Merger
 
         return Merger(base, self.loras, None)

@@ -90,7 +90,7 @@ def summarise(run: Path, config: TrainConfig, steps: int, attempts: Sequence[Att
         summary["best"] = asdict(best)
     if (lowest := lowest_held_out(run)) is not None:
         summary["lowest_held_out"] = {"step": lowest["step"], "eval_loss": lowest["eval_loss"]}
-    if (timed := beside_measured(run, summary)) is not None:
+    if (timed := compare_with_measured(run, summary)) is not None:
         summary["predicted_time"] = timed
     return summary
 
@@ -119,7 +119,7 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
     return summary | {key: value for key, value in before.items() if key in ("eval_loss_is", "held_out_pictures")}
 
 
-def beside_measured(folder: Path, summary: Json) -> Json | None:
+def compare_with_measured(folder: Path, summary: Json) -> Json | None:
     """Compare the time and price predicted when the run started (``JobTime.as_json``) with what all its attempts took:
     ``predicted``, ``measured`` and ``ratio`` of a step, each stage, all of these stages, and the price; None without a
     prediction. Omits everything but the step if the run's length was not as planned.
@@ -156,7 +156,7 @@ def _pair(predicted: float, measured: float) -> Json:
 
 
 def time_lines(time: Mapping[str, Json]) -> Iterator[str]:
-    """Format what ``beside_measured`` found as at most two lines."""
+    """Format what ``compare_with_measured`` found as at most two lines."""
     step = time["seconds_per_step"]
     text = f"time    predicted {step['predicted']:.3g} s a step, measured {step['measured']:.3g} ({step['ratio']:.2f})"
     if "seconds" in time:
@@ -206,9 +206,9 @@ def print_data(prepared: PreparedData) -> None:
     if small := sum(upscaling(sample.image.size, sample.bucket) > 1 for sample in first):
         one, many = "picture is smaller than its bucket and is", "pictures are smaller than their bucket and are"
         say(f"        {plural(small, one, many)} scaled up")
-    if too_long := prepared.text.too_long(plan.captions()):
+    if too_long := prepared.text.truncated_prompts(plan.captions()):
         many = plural(len(too_long), "caption is", "captions are")
-        say(f"        {many} {prepared.text.cut()}")
+        say(f"        {many} {prepared.text.describe_truncation()}")
 
 
 def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list[Path], places: dict[str, str]) -> None:

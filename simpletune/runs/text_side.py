@@ -1,4 +1,4 @@
-"""The text side of weights to draw with: their embeddings, and their LoRA files' updates of the text encoders."""
+"""The text side of weights to generate with: their embeddings, and their LoRA files' updates of the text encoders."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
 
 @cache
 def _text_updates(file: Path, digest: str) -> dict[str, Update]:
-    """The text encoders' updates in a file with this digest, read once for all strengths."""
+    """Read the text encoders' updates from a file with this digest, once for all strengths."""
     from simpletune.adapters.files.read import read_lora
     from simpletune.models.text_layers import split_text
 
@@ -84,7 +84,8 @@ def _text_updates(file: Path, digest: str) -> dict[str, Update]:
 
 
 def stand_ins_of(models: Iterable[Weights], text: Text) -> StandIns:
-    """The words that embeddings were initialised from, by token; models without the embedding read them instead."""
+    """Return the words that embeddings were initialised from, by token; models without the embedding read them
+    instead."""
     words = {each.token: each.words for weights in models for each in embeddings_of(weights) if each.words}
     if (option := text.embeddings) is not None:
         words.setdefault(option.token, tuple(option.words()))

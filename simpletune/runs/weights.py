@@ -29,12 +29,12 @@ Embedding = tuple[Path, str | None]
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights to draw with: the base's, and what changes or replaces them."""
+    """Weights to generate with: the base's, and what changes or replaces them."""
 
     label: str
     lora: Path | None = None  # file to apply to the base
     scale: float = 1.0  # strength of the LoRA
-    denoiser: Path | None = None  # folder of a fine-tuned transformer or U-Net
+    denoiser: Path | None = None  # folder of a fine-tuned denoiser
     merged: bool = False  # merge the LoRA into the weights
     trained: Path | None = None  # checkpoint file of trained weights that replace the base's
     short: str = ""  # label for a column title
@@ -58,7 +58,7 @@ ALONE = Weights("base alone", alone=True)
 
 
 def find_weights(named: WeightsRef, scale: float = 1.0) -> Weights:
-    """The weights of a resolved name; ``scale`` is the strength of a LoRA if the name has none."""
+    """Return the weights of a resolved name; ``scale`` is the strength of a LoRA if the name has none."""
     scale = scale if named.scale is None else named.scale
     run, step = named.run, named.step
     title = None if run is None or step is None else f"{run.name} step {step}"
@@ -86,7 +86,7 @@ def lora_weights(text: str, scale: float = 1.0, option: str = "") -> Weights:
 
 
 def checkpoints_of(run: Path, scale: float = 1.0) -> list[Weights]:
-    """The weights of a run's checkpoints, oldest first."""
+    """List the weights of a run's checkpoints, oldest first."""
     found = list_checkpoints(run)
     if not found:
         raise UserError(f"--checkpoints: {run} has no checkpoint. Remove the option, or name another run")
@@ -103,12 +103,12 @@ def combine(all_of_them: list[Weights]) -> Weights:
 
 
 def run_result(run: Path, scale: float = 1.0, step: int | None = None) -> Weights:
-    """The result of a run, or its checkpoint of a step."""
+    """Return the result of a run, or its checkpoint of a step."""
     return find_weights(find_in_run(CheckpointRef(run, step)), scale)
 
 
 def full_model_of(run: Path, scale: float = 1.0, step: int | None = None) -> Weights:
-    """The result of a run as a full model: its transformer, or its LoRA merged into the base."""
+    """Return the result of a run as a full model: its denoiser, or its LoRA merged into the base."""
     weights = run_result(run, scale, step)
     if weights.lora is None:
         return weights
@@ -135,7 +135,7 @@ def load_weights(
 
     Args:
         config: configuration with folders resolved.
-        sizes: (width, height) in pixels of the pictures to draw.
+        sizes: (width, height) in pixels of the pictures to generate.
     """
     from simpletune.adapters.files.attach import fold_lora, load_loras
     from simpletune.engine.denoiser import model_device, model_units

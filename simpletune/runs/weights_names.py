@@ -55,7 +55,7 @@ class WeightsRef:
     name: str  # without the strength
     scale: float | None = None  # strength, if given
     lora: Path | None = None
-    denoiser: Path | None = None  # folder of a whole transformer or U-Net
+    denoiser: Path | None = None  # folder of a whole denoiser
     trained: Path | None = None  # checkpoint file of trained weights; the average's, if the run keeps one
     run: Path | None = None  # folder of the run that made it, if known
     step: int | None = None  # of the checkpoint; None: it is none
@@ -68,8 +68,8 @@ class WeightsRef:
 
 
 def find_named(text: str, option: str = "") -> WeightsRef:
-    """Resolve a name with optional ``@STEP``, ``@best`` or ``@latest`` and ``:STRENGTH``; a UserError, which begins
-    with ``option`` (such as ``--lora: ``), if nothing has that name or the run has no result."""
+    """Resolve a name with optional ``@STEP``, ``@best`` or ``@latest`` and ``:STRENGTH``. Raises UserError, which
+    begins with ``option`` (such as ``--lora: ``), if nothing has that name or the run has no result."""
     try:
         name, scale = split_scale(text)
         named = _find(name)
@@ -99,16 +99,16 @@ def weight_file(name: str) -> Path:
     path, run = Path(name), split_step(name)
     if run is None and not is_run(path) and not (path / STATE).exists():
         return find_weight_file(path)
-    named = find_in_run(run) if run is not None else _of_folder(path)
+    named = find_in_run(run) if run is not None else _resolve_folder(path)
     first = named.embeddings[0] if named.is_text_alone else named.lora or named.trained
     return first or find_weight_file(named.denoiser or path)
 
 
 def find_in_run(run: CheckpointRef) -> WeightsRef:
-    """Resolve the result of a run or one of its checkpoints; a UserError if the run has no result."""
+    """Resolve the result of a run or one of its checkpoints. Raises UserError if the run has no result."""
     folder, step, strength = run
     if step is not None:
-        saved = _of_checkpoint(checkpoint_folder(folder, step), folder, step)
+        saved = _resolve_checkpoint(checkpoint_folder(folder, step), folder, step)
         return saved if strength == 1 or saved.lora is None else replace(saved, scale=strength)
     known, embeddings = folder if (folder / CONFIG).is_file() else None, tuple(embeddings_in(folder))
     if (whole := denoiser_in(folder)) is not None:
@@ -154,7 +154,7 @@ def refuse_strength(text: str, checkpoint: str, strength: float, option: str = "
 
 
 def run_config(run: Path, option: str = "") -> TrainConfig:
-    """Read the configuration of a run; a UserError, which begins with ``option``, if the folder is none."""
+    """Read the configuration of a run. Raises UserError, which begins with ``option``, if the folder is none."""
     file = run / CONFIG
     if not file.is_file():
         what = f"is not a run's folder: it has no {CONFIG}" if run.is_dir() else "does not exist"
@@ -170,12 +170,12 @@ def run_config(run: Path, option: str = "") -> TrainConfig:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's, finished or not; a model's folder has a ``config.json``, too."""
+    """Return whether a folder is a run's, finished or not; a model's folder has a ``config.json``, too."""
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in (CHECKPOINTS, METRICS, ENVIRONMENT))
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether a folder is a run's without a result."""
+    """Return whether a folder is a run's without a result."""
     return is_run(folder) and not (denoiser_in(folder) or (folder / LORA_FILE).is_file() or embeddings_in(folder))
 
 
@@ -197,7 +197,7 @@ def split_scale(text: str) -> tuple[str, float | None]:
 
 
 def split_step(name: str) -> CheckpointRef | None:
-    """Split ``RUN@STEP``, ``RUN@best`` or ``RUN@latest`` into run and step; None if the name has no such suffix, a
+    """Split ``RUN@STEP``, ``RUN@best`` or ``RUN@latest`` into run and step; None if the name has no such suffix. Raises
     UserError if there is no such run or checkpoint."""
     before, at, step = name.rpartition("@")
     if not at or not before or Path(name).exists():
@@ -216,19 +216,24 @@ def split_step(name: str) -> CheckpointRef | None:
         best = choose_best(run)
         return CheckpointRef(run, steps[-1]) if best is None else CheckpointRef(run, best.step, best.strength)
     if not meant:
-        raise UserError(f"{name}: {step!r} is not a step. Use one of {_listed(steps)}")
+        raise UserError(f"{name}: {step!r} is not a step. Use one of {_list_names(steps)}")
     if int(step) not in steps:
-        why = _why_gone(run, int(step), steps)
-        raise UserError(f"{name}: {run} has no checkpoint of step {int(step)}{why}. Use one of {_listed(steps)}")
+        why = _explain_gone(run, int(step), steps)
+        raise UserError(f"{name}: {run} has no checkpoint of step {int(step)}{why}. Use one of {_list_names(steps)}")
     return CheckpointRef(run, int(step))
 
 
-def _why_gone(run: Path, step: int, steps: list[int]) -> str:
-    """Why a run has no checkpoint of a step that it saved, in words; empty if it has not."""
+def _explain_gone(run: Path, step: int, steps: list[int]) -> str:
+    """Explain why a run has no checkpoint of a step that it saved; empty if it has not."""
     if not (run / CONFIG).is_file():
         return ""
     option = run_config(run).checkpoint
-    if option.every is None or step % option.every or step > steps[-1] or step in option.kept(sorted((*steps, step))):
+    if (
+        option.every is None
+        or step % option.every
+        or step > steps[-1]
+        or step in option.steps_to_keep(sorted((*steps, step)))
+    ):
         return ""
     return f": it was removed as later ones were saved, because the run keeps its last {option.keep_last}"
 
@@ -241,7 +246,7 @@ def _find(name: str) -> WeightsRef:
     if path.is_file():
         return WeightsRef(name, lora=path)
     if path.is_dir():
-        return _of_folder(path)
+        return _resolve_folder(path)
     if is_hub_name(name) and not path.parent.is_dir():  # runs/typo is not on the hub
         from simpletune.system.hub import repository_file
 
@@ -249,13 +254,13 @@ def _find(name: str) -> WeightsRef:
     raise UserError(f"{name} does not exist. Give {FORMS}")
 
 
-def _of_folder(folder: Path) -> WeightsRef:
-    """Resolve a folder with a checkpoint, a result or a transformer."""
+def _resolve_folder(folder: Path) -> WeightsRef:
+    """Resolve a folder with a checkpoint, a result or a denoiser."""
     if (folder / STATE).exists() or saved_file(folder, TRAINABLE).exists():
         match = NAME.match(folder.name)
         if match and folder.parent.name == CHECKPOINTS:
-            return _of_checkpoint(folder, folder.parent.parent, int(match[1]))
-        return _of_checkpoint(folder)
+            return _resolve_checkpoint(folder, folder.parent.parent, int(match[1]))
+        return _resolve_checkpoint(folder)
     if is_run(folder) or denoiser_in(folder) is not None or (folder / LORA_FILE).is_file():
         return find_in_run(CheckpointRef(folder))
     if (folder / CONFIG).exists() and any(folder.glob("*.safetensors*")):
@@ -263,7 +268,7 @@ def _of_folder(folder: Path) -> WeightsRef:
     raise UserError(f"{folder} contains neither {LORA_FILE} nor {'/ nor '.join(DENOISERS)}/. Give {FORMS}")
 
 
-def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = None) -> WeightsRef:
+def _resolve_checkpoint(folder: Path, run: Path | None = None, step: int | None = None) -> WeightsRef:
     """Resolve a checkpoint to what its run would export: the average, if the run keeps one."""
     name, embeddings = str(folder) if run is None else f"{run}@{step}", tuple(embeddings_in(folder))
     lora = folder / LORA_FILE if (folder / LORA_FILE).is_file() else None
@@ -274,6 +279,6 @@ def _of_checkpoint(folder: Path, run: Path | None = None, step: int | None = Non
     return WeightsRef(name, trained=trained, run=run, step=step)
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _list_names(steps: Sequence[int]) -> str:
     """List steps; if there are too many, the newest first."""
     return join_names([str(step) for step in (steps if len(steps) <= LISTED else steps[::-1])], LISTED)

@@ -54,7 +54,7 @@ def copy_cache(config: TrainConfig, plan: Plan, source: str, share: KeyRange = A
         lacking = cache.lacking(keys, share)
         known = {key: donor for donor in reversed(donors) for key in lacking if key in donor}
         with progress(f"copy  {cache.folder.name[:24]}", share.count(len(known)), "samples") as advance:
-            for key in (key for keys in cache.claimed(known, share, TOGETHER) for key in keys):
+            for key in (key for keys in cache.claim(known, share, TOGETHER) for key in keys):
                 cache.save(key, known[key].load(key))
                 copied += 1
                 advance()
@@ -64,11 +64,11 @@ def copy_cache(config: TrainConfig, plan: Plan, source: str, share: KeyRange = A
 
 
 def _parts(config: TrainConfig, plan: Plan, place: CachePlace) -> Iterator[tuple[Cache, Iterable[str]]]:
-    """The caches of a run in one place, always in the same order, with the keys that it needs of each."""
+    """List the caches of a run in one place, always in the same order, with the keys that it needs of each."""
     dtype = config.precision.encoder_dtype()
     text = TextCache(config.model, dtype, place, config.text)
     prompts = needed_prompts(config, plan, validation_requests(config, plan))
     for cache in text.caches:
         yield cache, map(text.tokens.expanded, prompts)
-    latents = LatentCache.of(config, place)
+    latents = LatentCache.from_config(config, place)
     yield latents.cache, (crop_key(crop) for view in plan.views() for crop in view.cached)

@@ -16,7 +16,7 @@ from simpletune.stages.plan_data import PlannedData, make_plan, plan_data, repor
 from simpletune.stages.prepared import (
     Caches,
     PreparedData,
-    prompts_beside,
+    prompts_outside_data,
     require_inputs,
     validation_requests,
     with_class,
@@ -66,5 +66,5 @@ def prepare(config: ResolvedConfig, accelerator: Accelerator, stages: StageTimer
 
 
 def needed_prompts(config: TrainConfig, plan: Plan, requests: Sequence[ImageRequest]) -> list[str]:
-    """Every prompt whose embeddings a run needs."""
-    return [*with_class(config, plan.captions()), *prompts_beside(config, requests)]
+    """Return every prompt whose embeddings a run needs."""
+    return [*with_class(config, plan.captions()), *prompts_outside_data(config, requests)]

@@ -69,8 +69,8 @@ class LatentCache:
         self.cache = open_cache(place, "latents", f"{name}{tiled}{framed}")
 
     @classmethod
-    def of(cls, config: TrainConfig, place: CachePlace | Path) -> LatentCache:
-        """A run's, with folders resolved."""
+    def from_config(cls, config: TrainConfig, place: CachePlace | Path) -> LatentCache:
+        """Open a run's cache; folders are resolved."""
         dtype = config.model.autoencoder.dtype(config.precision)
         return cls(config.model, dtype, place, config.memory.vae_tile)
 
@@ -98,7 +98,7 @@ class LatentCache:
             return encoded, rejected
         vae = cache(lambda: self.autoencoder.load(device, self.dtype, self.tile))  # if there is something to encode
         with progress("latents", share.count(len(missing)), "pictures") as advance, torch.no_grad():
-            for keys in self.cache.claimed(missing, share, IMAGES):
+            for keys in self.cache.claim(missing, share, IMAGES):
                 for view in (view for key in keys for view in by_key[key]):
                     try:
                         encoded += self._encode_one(view, vae, device)
@@ -116,7 +116,7 @@ class LatentCache:
         Raises:
             UnusableImage: it cannot be read or decoded, its latents are not finite, or its mask is unusable.
         """
-        if view.image.by_row and (found := self._before_decodings(view)):
+        if view.image.by_row and (found := self._load_before_decodings(view)):
             self.cache.save(crop_key(view), found)
             return 1
         if view.hole is not None:
@@ -129,19 +129,19 @@ class LatentCache:
                 with suppress(UserError, FileNotFoundError):  # it is damaged, or was set aside
                     tensors |= self.cache.load(without)
         if "z_0" not in tensors:
-            image = _decoded(view)
+            image = _decode(view)
             pixels = torch.from_numpy(crop_to_bucket(image, view.bucket, view.offset, view.flip, view.augmentation))
             if key in self.cache:  # an identical file under another name has been encoded
                 return 0
-            tensors["z_0"] = self._encoded(pixels, vae, device)
+            tensors["z_0"] = self._encode(pixels, vae, device)
             if self._framed:  # of the picture itself: a stream's plan may not know its size
                 framing = framing_of(image.size, view.bucket, view.offset, view.flip)
                 tensors["framing"] = torch.tensor(framing, dtype=torch.int32).flatten()
         self.cache.save(key, tensors)
         return 1
 
-    def _before_decodings(self, view: Crop) -> dict[str, Tensor]:
-        """What version 0.1.0 stored for the crop of a row, if its picture is still decoded so; else empty."""
+    def _load_before_decodings(self, view: Crop) -> dict[str, Tensor]:
+        """Load what version 0.1.0 stored for the crop of a row, if its picture is still decoded so; else nothing."""
         older = crop_key(replace(view, image=replace(view.image, decoding=Decoding())))
         if older == crop_key(view) or older not in self.cache:
             return {}
@@ -152,8 +152,8 @@ class LatentCache:
         return {}
 
     def _encode_hole(self, view: Crop, vae: Callable[[], nn.Module], device: torch.device) -> int:
-        """As ``_encode_one``, for a crop's second entry: the hole is grey, 0 in -1..1, before the autoencoder sees it
-        (diffusers' ``prepare_mask_and_masked_image``)."""
+        """Encode a crop's second entry as ``_encode_one`` does: the hole is grey, 0 in -1..1, before the autoencoder
+        sees it (diffusers' ``prepare_mask_and_masked_image``)."""
         key = crop_key(view)
         if key in self.cache:  # an identical file, or another picture that is hole alone
             return 0
@@ -167,14 +167,14 @@ class LatentCache:
             )
         pixels = np.zeros((3, *hole.shape), dtype=np.float32)
         if not hole.all():
-            pixels = crop_to_bucket(_decoded(view), view.bucket, view.offset, view.flip, view.augmentation)
+            pixels = crop_to_bucket(_decode(view), view.bucket, view.offset, view.flip, view.augmentation)
             pixels[:, hole] = 0
-        masked = self._encoded(torch.from_numpy(pixels), vae, device)
+        masked = self._encode(torch.from_numpy(pixels), vae, device)
         self.cache.save(key, {"hole": torch.from_numpy(latent[None].astype(np.uint8)), "masked": masked})
         return 1
 
-    def _encoded(self, pixels: Tensor, vae: Callable[[], nn.Module], device: torch.device) -> Tensor:  # [c, h, w]
-        """The latents of a picture [3, height, width]. UnusableImage: they are not finite."""
+    def _encode(self, pixels: Tensor, vae: Callable[[], nn.Module], device: torch.device) -> Tensor:  # [c, h, w]
+        """Encode a picture to its latents [3, height, width] in pixels. Raises UnusableImage if they are not finite."""
         latents = self.autoencoder.encode(vae(), pixels[None].to(device))[0]
         if not all_finite([latents]):
             raise UnusableImage(f"is encoded to NaN or infinity by the autoencoder in {self.dtype}")
@@ -195,8 +195,8 @@ class LatentCache:
         return CachedImage(found["z_0"], mask, framing, inpainting)
 
 
-def _decoded(view: Crop) -> Image.Image:
-    """A crop's whole picture. UnusableImage: it cannot be read or decoded."""
+def _decode(view: Crop) -> Image.Image:
+    """Decode a crop's whole picture. Raises UnusableImage if it cannot be read or decoded."""
     try:
         return decode_image(view.image)
     except OSError as error:
@@ -204,7 +204,7 @@ def _decoded(view: Crop) -> Image.Image:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no floating-point tensor contains NaN or infinity."""
+    """Return whether no floating-point tensor contains NaN or infinity."""
     return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 

@@ -56,7 +56,7 @@ def load_autoencoder(config: TrainConfig, device: torch.device) -> nn.Module:
 
 
 def empty_autoencoder(config: TrainConfig) -> nn.Module:
-    """The same without values, for simulation with fake tensors."""
+    """Load it without values, for simulation with fake tensors."""
     autoencoder = config.model.autoencoder
     return autoencoder.empty(autoencoder.dtype(config.precision), config.memory.vae_tile)
 
@@ -68,8 +68,8 @@ def load_base_together(
     cache: Path | None = None,
     overlay: Overlay | None = None,
 ) -> Denoiser:
-    """Like ``load_base``, in all processes at once. The processes of a machine share frozen weights that stay in host
-    memory; a process that cannot share loads its own copy, and the first process logs why.
+    """Load the base as ``load_base`` does, in all processes at once. The processes of a machine share frozen weights
+    that stay in host memory; a process that cannot share loads its own copy, and the first process logs why.
 
     Raises:
         UserError: the processes of a machine have loaded different weights.
@@ -83,7 +83,7 @@ def load_base_together(
     filled = weights is not None and weights.fills
     tables: list[Table | None] = gather_object([weights.table(denoiser) if weights is not None and filled else None])
     if weights is not None:
-        table = tables[first_here(accelerator)]
+        table = tables[first_local_rank(accelerator)]
         assert table is not None, "who offers fills"
         weights.point(denoiser, table)
         try:
@@ -106,14 +106,14 @@ def load_base_together(
 
 
 def leaves_weights_on_host(memory: Memory) -> bool:
-    """Whether a run of several processes leaves weights in host memory."""
+    """Return whether a run of several processes leaves weights in host memory."""
     # All of these are frozen: a modulation plan needs an adapter that does not train the base, and offloading trained
     # weights needs optimizer_in_backward, which is refused for several processes.
     return memory.resident_blocks is not None or memory.modulation == "plan"
 
 
-def first_here(accelerator: Accelerator) -> int:
-    """The rank of this machine's first process."""
+def first_local_rank(accelerator: Accelerator) -> int:
+    """Return the rank of this machine's first process."""
     return int(accelerator.process_index - accelerator.local_process_index)
 
 
@@ -132,7 +132,7 @@ def meet(config: TrainConfig, accelerator: Accelerator) -> tuple[MachineWeights 
             why = str(error)
     offers: list[SharedFile | None] = gather_object([offer])
     if local_process_count() > 1 and accelerator.local_process_index > 0:
-        made = offers[first_here(accelerator)]
+        made = offers[first_local_rank(accelerator)]
         try:
             weights = None if made is None else MachineWeights.join(made)
         except OSError as error:
@@ -143,7 +143,7 @@ def meet(config: TrainConfig, accelerator: Accelerator) -> tuple[MachineWeights 
 def empty_base(
     model: Model, memory: Memory, precision: WeightPrecision, device: torch.device, sizes: Collection[Size]
 ) -> Denoiser:
-    """Like ``load_base``, with uninitialised weights, whose values do not affect memory."""
+    """Load the base as ``load_base`` does, with uninitialised weights, whose values do not affect memory."""
     return model.empty_denoiser(
         precision, device, on_host=stays_on_host(memory, model), sizes=sizes if memory.crop_positions else None
     )

@@ -89,7 +89,7 @@ class DetachedModulation:
         embed: the module that embeds the timestep, and the pooled prompt if it does.
         layers: the modulation layers, in the order of their columns, and whether a SiLU stands before each.
         precision: the precision of weights and products.
-        device: where the transformer computes.
+        device: where the denoiser computes.
         window: how many steps' modulations to compute at once.
     """
 
@@ -102,8 +102,12 @@ class DetachedModulation:
         device: torch.device,
         window: int,
     ):
-        self.embed, self.layers = embed, [layer for layer, _ in layers]
-        self.fact, self.precision, self.device, self.window = fact, precision, device, window
+        self.fact = fact
+        self.precision = precision
+        self.device = device
+        self.window = window
+        self.embed = embed
+        self.layers = [layer for layer, _ in layers]
         self.activated = [activated for _, activated in layers]
         self.width = sum(map(_outputs, self.layers))
         for part in [part for module in (embed, *self.layers) for part in module.modules()]:
@@ -123,8 +127,8 @@ class DetachedModulation:
         pooled: Tensor | None,  # [n, p]; None: the model's modulations do not depend on it
         portions: int = 1,
     ) -> Tensor:  # [n, m], on the device
-        """Compute the modulations of n samples as the model would in batches of n / ``portions``. UserError: they do
-        not fit into the host's memory, where that is the device's."""
+        """Compute the modulations of n samples as the model would in batches of n / ``portions``. Raises UserError if
+        they do not fit into the host's memory, where that is the device's."""
         precision, dtype = self.precision, self.precision.compute_dtype()
         times = time.to(self.device).chunk(portions)
         if pooled is not None:
@@ -135,12 +139,12 @@ class DetachedModulation:
         start = 0
         with precision.autocast_on(self.device):
             inputs = [self.fact.inputs(*each, dtype) for each in zip(times, prompts, strict=True)]
-            embedded = self._on_device(self.embed, inputs)
+            embedded = self._run_on_device(self.embed, inputs)
             conditions = {own: [(F.silu(x) if own else x,) for x in embedded] for own in sorted(set(self.activated))}
             del embedded
             for layer, activated in zip(self.layers, self.activated, strict=True):
                 stop = start + _outputs(layer)
-                found = self._on_device(layer, conditions[activated])
+                found = self._run_on_device(layer, conditions[activated])
                 rows[:, start:stop] = found[0] if portions == 1 else torch.cat(found)
                 start = stop
                 del found
@@ -148,8 +152,9 @@ class DetachedModulation:
         return rows
 
     def _require_room(self, rows: Tensor) -> None:
-        """UserError: rows in host memory, which nothing has written yet, are larger than what is free. On a card, the
-        prediction of a run's memory includes them, and a full one is explained."""
+        """Check that the host has room for the rows. Raises UserError if it has not."""
+        # On a card, the prediction of a run's memory includes them, and a full one is explained. What a host's
+        # allocation promises, before anything has been written to it, can be more than is free.
         if rows.device.type != "cpu" or type(rows) is not Tensor:  # the simulation's have no bytes
             return
         free = psutil.virtual_memory().available
@@ -161,7 +166,7 @@ class DetachedModulation:
                 + (f"{fits} or less, or memory.modulation resident" if fits else "memory.modulation resident")
             )
 
-    def _on_device(self, module: nn.Module, inputs: Sequence[tuple[object, ...]]) -> list[Tensor]:
+    def _run_on_device(self, module: nn.Module, inputs: Sequence[tuple[object, ...]]) -> list[Tensor]:
         """Run a module on each of several inputs, with temporary copies of its tensors on the device."""
         # Copies and products share one stream, so a copy's memory is not reused before its product is done.
         tensors = (*module.named_parameters(), *module.named_buffers())  # quanto's state_dict would flatten tensors
@@ -198,7 +203,7 @@ class MicroBatches(Protocol):
         """Passes of this process in a step."""
 
     def micro_batch(self, step: int, micro: int) -> list[PlannedSample]:
-        """The draws of one micro-batch."""
+        """Return the samples of one micro-batch."""
 
 
 class ModulationPlan:
@@ -209,7 +214,7 @@ class ModulationPlan:
 
     Args:
         modulation: the detached modulation of the model.
-        plan: provides the draws of each pass.
+        plan: provides the samples of each pass.
         time: the timesteps [n] that the model receives at noise levels [n].
         pooled: returns the pooled embedding [p] of a prompt.
         apart: compute the rows of each of a step's passes separately, so that their bits do not depend on how many
@@ -224,23 +229,27 @@ class ModulationPlan:
         pooled: Callable[[str], Tensor | None],
         apart: bool = False,
     ):
-        self.modulation, self.plan, self.time, self.pooled, self.apart = modulation, plan, time, pooled, apart
+        self.modulation = modulation
+        self.plan = plan
+        self.time = time
+        self.pooled = pooled
+        self.apart = apart
         self._steps: range | None = None
         self._rows: Tensor | None = None
 
-    def steps_with(self, step: int) -> range:
-        """The steps whose modulations are computed together with those of a step."""
+    def window_steps(self, step: int) -> range:
+        """Return the steps whose modulations are computed together with those of a step."""
         length = self.modulation.window
         first = step - step % length
         return range(first, first + length)
 
-    def prompts_with(self, step: int) -> range | None:
-        """The steps whose prompts ``of_step`` needs; None: it needs none."""
-        return self.steps_with(step) if self.modulation.fact.reads_pooled else None
+    def window_prompts_steps(self, step: int) -> range | None:
+        """Return the steps whose prompts ``step_modulations`` needs; None: it needs none."""
+        return self.window_steps(step) if self.modulation.fact.reads_pooled else None
 
-    def of_step(self, step: int) -> Tensor:  # [micro-batches, b, m]
-        """The modulations of one step; the first step of a window computes those of the whole window."""
-        length, steps = self.modulation.window, self.steps_with(step)
+    def step_modulations(self, step: int) -> Tensor:  # [micro-batches, b, m]
+        """Return the modulations of one step; the first step of a window computes those of the whole window."""
+        length, steps = self.modulation.window, self.window_steps(step)
         if steps != self._steps or self._rows is None:
             self._rows = None  # freed before the next window is computed
             count, size = self.plan.accumulation, self.plan.batch_size
@@ -254,7 +263,7 @@ class ModulationPlan:
         return self._rows[step - steps.start]
 
     def modulations_of(self, samples: Sequence[PlannedSample], portions: int = 1) -> Tensor:  # [n, m]
-        """Compute the modulations of any draws at once, or in equal portions one after the other."""
+        """Compute the modulations of any samples at once, or in equal portions one after the other."""
         levels = torch.tensor([sample.level for sample in samples], dtype=torch.float32).to(self.modulation.device)
         pooled = None
         if self.modulation.fact.reads_pooled:
@@ -302,5 +311,5 @@ def detach_modulation(
 
 
 def _outputs(layer: nn.Module) -> int:
-    """The number of output features of a linear layer, regardless of how its weight is packed."""
+    """Return the number of output features of a linear layer, regardless of how its weight is packed."""
     return int(layer.out_features)  # type: ignore[arg-type]

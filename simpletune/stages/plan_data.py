@@ -11,7 +11,14 @@ from simpletune.config.schema import ResolvedConfig, TrainConfig
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import drop_rejected, make_samples
 from simpletune.data.sources.accounts import sentences
-from simpletune.data.sources.multi_source import Data, field_of, scan_sources, source_notes, stopping, too_small
+from simpletune.data.sources.multi_source import (
+    Data,
+    field_of,
+    find_too_small,
+    scan_sources,
+    source_notes,
+    stopping_entries,
+)
 from simpletune.data.sources.source import RejectedEntry, SourceImage
 from simpletune.data.split import split_images
 from simpletune.stages.stream_plan import stream_plan
@@ -56,7 +63,7 @@ def plan_data(config: ResolvedConfig) -> PlannedData:
         require_positions(config, streamed)
         return PlannedData(streamed, [], streamed.samples.source.captions_from, [])
     scan = scan_sources(config.data)
-    small = too_small(scan.images, config.data, config.model.architecture.multiple)
+    small = find_too_small(scan.images, config.data, config.model.architecture.multiple)
     for line in [*sentences(scan.files), *scan.notes, *source_notes(config.data, scan.images, config.model.inpaints)]:
         say(f"data    {line}")
     for hint in scan.hints:  # before errors, which they may explain
@@ -155,7 +162,7 @@ def report_rejected(rejected: Sequence[RejectedEntry], data: Data) -> None:
     """
     if not rejected:
         return
-    fatal = stopping(data, rejected)
+    fatal = stopping_entries(data, rejected)
     shown = fatal or rejected
     several = len(data.members) > 1
     listed = []

@@ -34,7 +34,7 @@ def save_png(image: Image.Image, file: Path | IO[bytes], request: ImageRequest, 
     Args:
         image: the picture.
         file: the target.
-        request: the request that was drawn.
+        request: the request that was generated.
         more: further values, such as ``weights`` (a description), ``model``, ``sampler`` and ``loras`` (pairs of name
             and strength).
     """
@@ -51,33 +51,35 @@ def save_png(image: Image.Image, file: Path | IO[bytes], request: ImageRequest, 
 
 
 def request_values(request: ImageRequest) -> Json:
-    """A request as JSON: files by their paths, without pictures in memory, and without what needs a picture or a mask
-    that is not there."""
+    """Return a request as JSON: files by their paths, without pictures in memory, and without what needs a picture or a
+    mask that is not there."""
     how = {key: str(value) if isinstance(value, Path) else value for key, value in vars(request).items()}
     less = {"strength", "image"} if request.image is None else set()
     less |= {"mask", "paste"} if request.mask is None else set()
     return {key: value for key, value in how.items() if key not in less and not isinstance(value, Image.Image)}
 
 
-def asked_for(how: Json) -> str:
-    """What a picture was asked to be, from its generation parameters or ``request_values``: equal for pictures that
-    differ only in the weights, and thus may stand side by side."""
+def comparison_key(how: Json) -> str:
+    """Return what was asked for, as text that is equal for pictures that differ only in the weights."""
     return json.dumps({name: how[name] for name in ASKED if name in how}, sort_keys=True)
 
 
 def web_ui_text(
     request: ImageRequest, model: object = "", loras: object = (), sampler: object = "", **more: object
 ) -> str:
-    """The text of the chunk ``parameters``.
+    """Format the text of the chunk ``parameters``.
 
     Puts each prompt on one line and removes field separators from names, because some readers split at every comma.
     """
     pairs = loras if isinstance(loras, list | tuple) else ()
     tags = [f"<lora:{_name(name)}:{strength:g}>" for name, strength in pairs]
     settings = {
-        "Steps": request.steps, **({"Sampler": sampler} if sampler else {}), "CFG scale": f"{request.guidance:g}",
-        "Seed": request.seed, "Size": f"{request.width}x{request.height}",
-    }  # fmt: skip
+        "Steps": request.steps,
+        **({"Sampler": sampler} if sampler else {}),
+        "CFG scale": f"{request.guidance:g}",
+        "Seed": request.seed,
+        "Size": f"{request.width}x{request.height}",
+    }
     if request.image is not None:
         settings["Denoising strength"] = f"{request.strength:g}"
     if model:
@@ -93,7 +95,7 @@ def web_ui_text(
 
 
 def _name(text: str) -> str:
-    """A model's name without folders and field separators."""
+    """Strip folders and field separators from a model's name."""
     return _SEPARATORS.sub("_", Path(text).name)
 
 

@@ -37,7 +37,7 @@ class PreparedData:
         plan: the run's plan.
         text: the cached prompt embeddings.
         latents: the cached latents of the pictures, with their masks.
-        requests: the validation pictures to draw.
+        requests: the validation pictures to generate.
         captions: a description of where the captions come from.
         left_out: the unusable entries that training skips.
         notes: further remarks on the data, for a plan that lists no samples to derive them from.
@@ -52,7 +52,7 @@ class PreparedData:
     notes: list[str] = field(default_factory=list)
 
     def data(self) -> dict[str, Any]:
-        """The training data and the skipped entries, for the run's folder."""
+        """Return the training data and the skipped entries, for the run's folder."""
         rows = self.plan.manifest()
         return {
             "captions": self.captions,
@@ -68,7 +68,7 @@ class PreparedData:
         return [cache for cache in (self.latents.cache, *self.text.caches) if cache.remote]
 
     def sizes(self) -> set[Size]:
-        """(width, height) in pixels of every picture that the transformer will see."""
+        """Return (width, height) in pixels of every picture that the denoiser will see."""
         return {*self.plan.sizes(), *((request.width, request.height) for request in self.requests)}
 
 
@@ -84,7 +84,7 @@ class Caches:
     def __init__(self, config: TrainConfig, accelerator: Accelerator, stages: StageTimer):
         place, dtype = config.output.place, config.precision.encoder_dtype()
         self.text = TextCache(config.model, dtype, place, config.text)
-        self.latents = LatentCache.of(config, place)
+        self.latents = LatentCache.from_config(config, place)
         self._share = KeyRange(accelerator.process_index, accelerator.num_processes)
         self._accelerator, self._stages = accelerator, stages
 
@@ -112,18 +112,19 @@ class Caches:
 
 
 def with_class(config: TrainConfig, captions: Sequence[str]) -> list[str]:
-    """The captions, and their class prompts if every micro-batch has a second pass with them."""
+    """Return the captions, and their class prompts if every micro-batch has a second pass with them."""
     of_class = [config.prior.class_prompt(caption) for caption in captions] if config.prior.second_pass else []
     return [*captions, *of_class]
 
 
-def prompts_beside(config: TrainConfig, requests: Sequence[ImageRequest]) -> list[str]:
-    """The prompts that do not come from the data: validation prompts, and those for which drift is measured."""
+def prompts_outside_data(config: TrainConfig, requests: Sequence[ImageRequest]) -> list[str]:
+    """Return the prompts that do not come from the data: validation prompts, and those for which drift is measured."""
     return [*(text for request in requests for text in request.texts), *drift_prompts(config.validation)]
 
 
 def validation_requests(config: TrainConfig, plan: Plan) -> list[ImageRequest]:
-    """The fixed prompts and seeds of a run's validation pictures, with their own pictures and masks if it names any."""
+    """Return the fixed prompts and seeds of a run's validation pictures, with their own pictures and masks if it names
+    any."""
     option = config.validation
     if option.prompts is not None:
         prompts = option.prompts
@@ -159,36 +160,36 @@ def require_inputs(requests: Sequence[ImageRequest], place: int) -> None:
 
 
 def with_inputs(config: TrainConfig, plan: Plan, requests: list[ImageRequest]) -> list[ImageRequest]:
-    """If validation names no pictures and the model inpaints, take those of the validation loss, cropped as they are
+    """Take the pictures of the validation loss if validation names none and the model inpaints, cropped as they are
     there, with their own masks or of the middle."""
     if config.validation.images is not None or not config.model.inpaints:
         return requests
     samples, place = plan.evaluation(len(requests)), config.model.autoencoder.downsampling
-    return [_painted(request, sample.view, place) for request, sample in zip(requests, samples, strict=True)]
+    return [_add_inputs(request, sample.view, place) for request, sample in zip(requests, samples, strict=True)]
 
 
-def _painted(request: ImageRequest, view: Crop, place: int) -> ImageRequest:
-    image, own = _cropped(view), view.hole is not None and view.hole.kind == "own"
+def _add_inputs(request: ImageRequest, view: Crop, place: int) -> ImageRequest:
+    image, own = _crop(view), view.hole is not None and view.hole.kind == "own"
     if own:
         found = replace(request, image=image, mask=Image.fromarray(hole_pixels(view, place)), strength=1.0)
-        with suppress(UserError):  # the mask lies outside of the centre that is drawn
+        with suppress(UserError):  # the mask lies outside of the centre that is generated
             mask_pixels(found, place)
             return found
-    size = (request.width, request.height)  # of the mask, too: the middle of what is drawn, not of the crop
+    size = (request.width, request.height)  # of the mask, too: the middle of what is generated, not of the crop
     image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
-    return replace(request, image=image, mask=_middle(size), strength=1.0)
+    return replace(request, image=image, mask=_middle_mask(size), strength=1.0)
 
 
-def _cropped(view: Crop) -> Image.Image:
-    """A picture as training reads it."""
+def _crop(view: Crop) -> Image.Image:
+    """Crop a picture as training does."""
     pixels = crop_to_bucket(
         decode_image(view.image), view.bucket, view.offset, view.flip, view.augmentation
     )  # [3, h, w] in -1..1
     return Image.fromarray(((pixels + 1) * 127.5).round().astype("uint8").transpose(1, 2, 0))
 
 
-def _middle(size: Size) -> Image.Image:
-    """A mask of the middle half of each side."""
+def _middle_mask(size: Size) -> Image.Image:
+    """Build a mask of the middle half of each side."""
     mask, (width, height) = Image.new("L", size), size
     mask.paste(255, (width // 4, height // 4, width - width // 4, height - height // 4))
     return mask

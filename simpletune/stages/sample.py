@@ -1,4 +1,4 @@
-"""Draw pictures with the family's solver and classifier-free guidance, for previews and scripts alike.
+"""Generate pictures with the family's solver and classifier-free guidance, for previews and scripts alike.
 
 Shapes: b pictures, c channels, h and w the latents' sides; r rows of the denoiser's batch: b, or with guidance 2b with
 the negative prompts first.
@@ -48,11 +48,11 @@ class SampledModel(Protocol):
         """Between pictures and latents."""
 
     def solver(self, objective: TrainingObjective, size: Size, steps: int, skipped: int) -> Solver:
-        """A new solver for ``steps`` steps without the ``skipped`` noisiest, for weights trained with an objective and
-        pictures of a size in pixels."""
+        """Build a solver for ``steps`` steps without the ``skipped`` noisiest, for weights trained with an objective
+        and pictures of a size in pixels."""
 
     def skipped_steps(self, steps: int, strength: float) -> int:
-        """How many of the first, noisiest of ``steps`` steps a starting picture skips."""
+        """Count the first, noisiest of ``steps`` steps that a starting picture skips."""
 
     @property
     def text(self) -> FamilyText[Any]:
@@ -61,15 +61,15 @@ class SampledModel(Protocol):
     def predict(
         self, model: nn.Module, z_t: Tensor, time: Tensor, conditioning: Conditioning, dtype: torch.dtype
     ) -> Tensor:
-        """What the network predicts [r, c, h, w] at z_t and the timestep that it receives [r]."""
+        """Predict at z_t and the timestep that the network receives [r]: [r, c, h, w]."""
 
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """One picture to draw.
+    """One picture to generate.
 
     Args:
-        prompt: what to draw.
+        prompt: what to generate.
         seed: the seed of the starting noise, drawn on the CPU.
         negative_prompt: what guidance steers away from; None: zeros in place of its embeddings.
         width: in pixels, a multiple of the family's ``multiple``.
@@ -101,14 +101,14 @@ class ImageRequest:
         return [self.prompt, *([] if self.negative_prompt is None else [self.negative_prompt])]
 
     def skipped(self, model: SampledModel) -> int:
-        """How many of the first, noisiest steps a starting picture skips: what diffusers' pipelines of the model skip,
-        but never all, which they refuse."""
+        """Count the first, noisiest steps that a starting picture skips: those that diffusers' pipelines of the model
+        skip, but never all, which they refuse."""
         if self.image is None:
             return 0
         return min(model.skipped_steps(self.steps, self.strength), self.steps - 1)
 
     def starts_from_image(self, model: SampledModel) -> bool:
-        """Whether the first z is the noised picture, not pure noise."""
+        """Return whether the first z is the noised picture, not pure noise."""
         # diffusers: its inpainting pipelines start from pure noise at a strength of 1, those for whole pictures do not
         inpainted = self.mask is not None or model.inpaints
         return self.image is not None and not (inpainted and self.strength == 1)
@@ -145,18 +145,18 @@ class EncodedImage(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampler:
-    """A transformer with everything that drawing needs.
+    """A denoiser with everything that generating needs.
 
     Args:
-        denoiser: the transformer, with or without an adapter.
+        denoiser: the model, with or without an adapter.
         model: its family.
         precision: its precision.
-        modulation: the transformer's modulation if detached.
-        batch_size: how many pictures to draw together. The noise of a picture does not depend on the batch, but the
+        modulation: the denoiser's modulation if detached.
+        batch_size: how many pictures to generate together. The noise of a picture does not depend on the batch, but the
             last bits of products depend on the number of rows.
         reuse_guidance: recompute the difference of the predictions for prompt and negative prompt only every this many
             steps. Values above 1 save passes and change the pictures.
-        attention: returns a context for the transformer's passes, which may restrict PyTorch's choice of attention
+        attention: returns a context for the denoiser's passes, which may restrict PyTorch's choice of attention
             kernel; the autoencoder runs outside of it.
         objective: what the weights were trained with, which decides the solver.
     """
@@ -180,24 +180,22 @@ class Sampler:
         inpainting: Tensor | None = None,  # [b, 1 + c, h, w]
         outside: tuple[Tensor, Tensor] | None = None,  # [b, c, h, w], [b, 1, h, w]
     ) -> Tensor:  # [b, c, h, w], fp32
-        """Take the family's solver from noise to latents, with z in fp32.
-
-        With guidance g the prediction is p_negative + g (p_positive - p_negative) (arXiv:2207.12598), with both halves
-        in one batch. In fp16, repeats the drawing with fp32 in the blocks that overflowed.
+        """Take the family's solver from noise to latents, with z in fp32 and guidance g by p_negative + g (p_positive -
+        p_negative) (arXiv:2207.12598).
 
         Args:
-            requests: requests that can be drawn together (``batches``).
+            requests: requests that can be generated together (``batches``).
             positive: the conditioning of each prompt.
             negative: that of each negative prompt.
             start: z_0 of the starting pictures, if any.
             inpainting: for a model that ``inpaints``: the masks, 1 inside, and the latents of the masked pictures.
             outside: for another model: z_0 of the pictures, which are kept outside the masks, 1 inside.
         """
-        return finite_passes(
-            self.denoiser, lambda: self._denoised(requests, positive, negative, start, inpainting, outside)
+        return finite_passes(  # in fp16, repeats with fp32 in the blocks that overflowed
+            self.denoiser, lambda: self._denoise(requests, positive, negative, start, inpainting, outside)
         )
 
-    def _denoised(
+    def _denoise(
         self,
         requests: Sequence[ImageRequest],
         positive: Sequence[Conditioning],
@@ -219,6 +217,7 @@ class Sampler:
         conditions = conditions_of(text, solver.times, self.modulation)
         away: Tensor | float = 0.0
         with self.precision.autocast_on(device), self.attention():
+            # With guidance, the prompts' and the negative prompts' halves are one batch.
             for step, (time, condition) in enumerate(zip(solver.times, conditions, strict=True)):
                 poll()
                 both = guided and step % self.reuse_guidance == 0
@@ -248,8 +247,8 @@ class Sampler:
         prompts: Callable[[str], Conditioning],
         encoded: Sequence[EncodedImage] | None = None,
     ) -> list[Tensor]:  # [1, c, h, w] each, fp32, on the CPU
-        """Draw latents for requests, in their order; ``prompts`` returns the conditioning of a prompt, ``encoded`` is
-        from ``encode_inputs``, and needed if ``reads_images``."""
+        """Generate latents for requests, in their order; ``prompts`` returns the conditioning of a prompt, ``encoded``
+        is from ``encode_inputs``, and needed if ``reads_images``."""
         latents: dict[int, Tensor] = {}
         load = cache(prompts)  # reads a prompt with many seeds once
         for batch in batches(requests, self.batch_size):
@@ -279,8 +278,8 @@ def conditions_of(
     times: Tensor,  # [s]
     modulation: ModulationSource | None,
 ) -> Iterator[Conditioning]:
-    """The conditioning at each of the model's timesteps: the same, or, under a modulation plan, with its modulations,
-    computed one window at a time."""
+    """Yield the conditioning at each of the model's timesteps: the same, or, under a modulation plan, with its
+    modulations, computed one window at a time."""
     if modulation is None:
         yield from (text for _ in times)
         return
@@ -301,15 +300,14 @@ def generate_images(
     requests: Sequence[ImageRequest],
     prompts: Callable[[str], Conditioning],
 ) -> list[Image.Image]:
-    """Draw pictures for requests, in their order; ``prompts`` returns the conditioning of a prompt."""
+    """Generate pictures for requests, in their order; ``prompts`` returns the conditioning of a prompt."""
     encoded = encode_inputs(vae, model, requests)
     images = decode(vae, model, sampler.latents(requests, prompts, encoded))
-    return [pasted(image, request) for image, request in zip(images, requests, strict=True)]
+    return [paste_original(image, request) for image, request in zip(images, requests, strict=True)]
 
 
 def reads_images(model: SampledModel, requests: Sequence[ImageRequest]) -> bool:
-    """Whether drawing needs ``encode_inputs``: there are pictures to start from or to paint into, or the model
-    inpaints, which without a picture paints the whole of a grey one."""
+    """Return whether there is a picture to encode: a request's, or the grey one for a model that inpaints."""
     return model.inpaints or any(request.image is not None for request in requests)
 
 
@@ -338,17 +336,13 @@ def encode_inputs(vae: nn.Module, model: Model, requests: Sequence[ImageRequest]
 
 
 def starting_pixels(request: ImageRequest) -> Tensor:  # [1, 3, h, w] in -1..1
-    """Read a request's starting picture, scale it to cover the size, and crop its centre.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Read a request's starting picture, scaled and cropped to the size. Raises UserError if it cannot be read."""
     return torch.from_numpy(np.array(_fitted_image(request))).permute(2, 0, 1)[None].float() / 127.5 - 1
 
 
 def _fitted_image(request: ImageRequest) -> Image.Image:
     assert request.image is not None
-    image = _opened(request.image, "--image").convert("RGB")
+    image = _open_image(request.image, "--image").convert("RGB")
     return ImageOps.fit(image, (request.width, request.height), Image.Resampling.LANCZOS)
 
 
@@ -373,17 +367,17 @@ def _fitted_mask(request: ImageRequest) -> Tensor:
         return torch.ones(1, 1, request.height, request.width)
     if request.image is None:
         raise UserError("--mask: there is no picture to paint into. Give the one that it was painted on: --image FILE")
-    mask, image = _opened(request.mask, "--mask").convert("L"), _opened(request.image, "--image")
+    mask, image = _open_image(request.mask, "--mask").convert("L"), _open_image(request.image, "--image")
     if abs(mask.width * image.height / (mask.height * image.width) - 1) > SHAPE_TOLERANCE:
         raise UserError(
             f"--mask: it is {mask.width}x{mask.height}, another shape than the picture's "
             f"{image.width}x{image.height}. Paint it on the picture"
         )
-    fitted = ImageOps.fit(mask, (request.width, request.height), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(fitted))[None, None].float().div(255).ge(0.5).float()
+    scaled = ImageOps.fit(mask, (request.width, request.height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(scaled))[None, None].float().div(255).ge(0.5).float()
 
 
-def _opened(image: Path | Image.Image, option: str) -> Image.Image:
+def _open_image(image: Path | Image.Image, option: str) -> Image.Image:
     """Open a picture as training does."""
     if isinstance(image, Image.Image):
         return image
@@ -397,8 +391,8 @@ def _opened(image: Path | Image.Image, option: str) -> Image.Image:
     raise UserError(f"{option}: {image} cannot be read ({reason}). Give a PNG, JPEG or WebP file")
 
 
-def pasted(image: Image.Image, request: ImageRequest) -> Image.Image:
-    """A drawn picture; if the request asks for it, with the original's pixels outside the mask."""
+def paste_original(image: Image.Image, request: ImageRequest) -> Image.Image:
+    """Return a generated picture; if the request asks for it, with the original's pixels outside the mask."""
     if not request.paste or request.image is None or request.mask is None:
         return image
     before, inside = shown_inputs(request).values()
@@ -406,32 +400,28 @@ def pasted(image: Image.Image, request: ImageRequest) -> Image.Image:
 
 
 def shown_inputs(request: ImageRequest) -> dict[str, Image.Image]:
-    """The picture and the mask that a request paints into, as the model reads them, by what they are called; empty for
-    a request without a mask."""
+    """Return the picture and the mask that a request paints into, as the model reads them, by what they are called;
+    empty for a request without a mask."""
     if request.mask is None:
         return {}
-    return {"picture": _fitted_image(request), "mask": _shown(_fitted_mask(request))}
+    return {"picture": _fitted_image(request), "mask": _to_image(_fitted_mask(request))}
 
 
-def _shown(inside: Tensor) -> Image.Image:
+def _to_image(inside: Tensor) -> Image.Image:
     return Image.fromarray((inside[0, 0] * 255).to(torch.uint8).numpy())
 
 
-def fitted(request: ImageRequest, place: int) -> ImageRequest:
-    """The same request with picture and mask at the size that is drawn, so that they take no more memory; ``place`` as
-    for ``mask_pixels``.
-
-    Raises:
-        UserError: one of them cannot be used.
-    """
+def fit_inputs(request: ImageRequest, place: int) -> ImageRequest:
+    """Scale a request's picture and mask to its size, which takes less memory; ``place`` as for ``mask_pixels``. Raises
+    UserError if one of them cannot be used."""
     if request.image is None:
         return request
-    mask = None if request.mask is None else _shown(mask_pixels(request, place))
+    mask = None if request.mask is None else _to_image(mask_pixels(request, place))
     return replace(request, image=_fitted_image(request), mask=mask)
 
 
 def batches(requests: Sequence[ImageRequest], batch_size: int) -> list[list[int]]:
-    """Group the indices of requests that can be drawn together, at most ``batch_size`` each."""
+    """Group the indices of requests that can be generated together, at most ``batch_size`` each."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, each in enumerate(requests):
         inputs = each.image is None, each.mask is None, None if each.image is None else each.strength

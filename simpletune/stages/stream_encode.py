@@ -14,7 +14,7 @@ from simpletune.stages.plan_data import report_rejected
 from simpletune.stages.prepared import (
     Caches,
     PreparedData,
-    prompts_beside,
+    prompts_outside_data,
     require_inputs,
     validation_requests,
     with_class,
@@ -48,7 +48,7 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
     painted = len(config.validation.prompts or [""]) if config.model.inpaints else 0
     filling.evaluation(max(MOST if asked == "auto" else asked, painted))
     requests = validation_requests(config, filling.plan)
-    caches.fill_text(prompts_beside(config, requests))
+    caches.fill_text(prompts_outside_data(config, requests))
     modulation = config.model.architecture.modulation
     if modulation is not None and modulation.reads_pooled and config.memory.modulation != "resident":
         # modulations are computed for whole windows of steps
@@ -77,16 +77,18 @@ class StreamEncoder:
 
     def steps(self, start: int, steps: int, images: bool = True) -> None:
         """Encode the samples that some steps train on, or only their prompts."""
-        self._until_all(lambda: self.plan.used(start, steps), False, images)
+        self._encode_until_all(lambda: self.plan.used_variants(start, steps), False, images)
 
     def evaluation(self, count: int) -> None:
         """Encode what an evaluation of ``count`` samples sees: held-out rows, or the first of the run."""
-        if len(self.plan.chosen):
-            self._until_all(lambda: self.plan.usable_chosen()[:count] * self._variants, True)
+        if len(self.plan.held_out_rows):
+            self._encode_until_all(lambda: self.plan.usable_held_out()[:count] * self._variants, True)
         # always the first one, which gives the validation prompt and is listed in the manifest
-        self._until_all(lambda: self.plan.first(1 if len(self.plan.chosen) else max(1, count)) * self._variants, False)
+        self._encode_until_all(
+            lambda: self.plan.first_places(1 if len(self.plan.held_out_rows) else max(1, count)) * self._variants, False
+        )
 
-    def _until_all(self, wanted: Callable[[], np.ndarray], held_out: bool, images: bool = True) -> None:
+    def _encode_until_all(self, wanted: Callable[[], np.ndarray], held_out: bool, images: bool = True) -> None:
         """Encode samples, and the replacements of unusable ones, until none is missing; ``wanted`` returns
         place * variants + variant of each, by the current plan."""
         done = np.empty(0, np.int64)
@@ -97,17 +99,17 @@ class StreamEncoder:
 
     def _portion(self, codes: np.ndarray, held_out: bool, images: bool) -> None:
         """Encode samples whose prompts fit into memory together."""
-        samples, plan = self.plan.chosen if held_out else self.plan.samples, self.plan
-        found, rejected = self._made(samples, codes)
+        samples, plan = self.plan.held_out_rows if held_out else self.plan.samples, self.plan
+        found, rejected = self._make_samples(samples, codes)
         prompts = [plan.prompt(sample, variant) for sample, _, variant in found]
         dropped = [""] if samples.source.caption_dropout else []
         self.caches.fill_text([*with_class(self.config, prompts), *with_class(self.config, dropped)])
         if images and not (held_out or self._noted):
             self._noted = True
             first = prompts[:FIRST]
-            if too_long := self.caches.text.too_long(first):
+            if too_long := self.caches.text.truncated_prompts(first):
                 of = f"{len(too_long):,} of the first {plural(len(first), 'caption')}"
-                self.notes.append(f"{of} are {self.caches.text.cut()}")
+                self.notes.append(f"{of} are {self.caches.text.describe_truncation()}")
         if images:
             parts: dict[int, list[Crop]] = {}
             places = np.array([place for _, place, _ in found], dtype=np.int64)
@@ -121,10 +123,10 @@ class StreamEncoder:
             gone = [by_name[each.name] for each in rejected]
             self.plan = plan.without([], gone) if held_out else plan.without(gone, [])
 
-    def _made(
+    def _make_samples(
         self, samples: StreamedSamples, codes: np.ndarray
     ) -> tuple[list[tuple[Sample, int, int]], list[RejectedEntry]]:
-        """Samples with their places and variants, and those with unusable captions."""
+        """Make samples of rows, with their places and variants, and list those with unusable captions."""
         found, rejected = list[tuple[Sample, int, int]](), dict[int, RejectedEntry]()
         for place, variant in zip(*(part.tolist() for part in divmod(codes, self._variants)), strict=True):
             try:

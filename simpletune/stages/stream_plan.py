@@ -29,16 +29,16 @@ PROMPT_FIELDS = (
 
 
 class StreamPlan(Plan):
-    """Selects the draws of each micro-batch of a run over a data set in shards.
+    """Selects the samples of each micro-batch of a run over a data set in shards.
 
     Args:
         samples: the rows to train on.
         objective: provides the density of noise levels.
         seed: ``train.seed``.
         batch: the batch sizes of a step.
-        drawn: rows that no step trains on.
-        unusable: places of unusable samples, and places in ``drawn``; in an epoch, the next usable row of its bucket
-            replaces each.
+        held_out_rows: rows that no step trains on.
+        unusable: places of unusable samples, and places in ``held_out_rows``; in an epoch, the next usable row of its
+            bucket replaces each.
         inpaints: whether crops have holes, for a model that inpaints.
     """
 
@@ -50,28 +50,30 @@ class StreamPlan(Plan):
         objective: Objective,
         seed: int,
         batch: GlobalBatch,
-        chosen: StreamedSamples,
+        held_out_rows: StreamedSamples,
         unusable: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64)),
         inpaints: bool = False,
     ):
-        self.chosen, self.unusable = chosen, unusable
-        held_out = chosen.taken(self.usable_chosen())
+        self.held_out_rows, self.unusable = held_out_rows, unusable
+        held_out = held_out_rows.take(self.usable_held_out())
         super().__init__(samples, samples.source, objective, seed, batch, held_out, inpaints)
 
-    def usable_chosen(self) -> np.ndarray:
-        """The places in ``drawn`` of rows that are usable as far as is known."""
-        return np.setdiff1d(np.arange(len(self.chosen)), self.unusable[1])
+    def usable_held_out(self) -> np.ndarray:
+        """Return the places in ``held_out_rows`` of rows that are usable as far as is known."""
+        return np.setdiff1d(np.arange(len(self.held_out_rows)), self.unusable[1])
 
-    def divided(self, batch: GlobalBatch) -> StreamPlan:
-        """The plan for the same samples with another step size."""
-        return StreamPlan(self.samples, self.objective, self.seed, batch, self.chosen, self.unusable, self.inpaints)
+    def with_batch(self, batch: GlobalBatch) -> StreamPlan:
+        """Return a plan of the same samples with steps of another size."""
+        return StreamPlan(
+            self.samples, self.objective, self.seed, batch, self.held_out_rows, self.unusable, self.inpaints
+        )
 
     def without(self, trained: Sequence[int], held_out: Sequence[int]) -> StreamPlan:
-        """The plan without some unusable rows.
+        """Return the plan without some unusable rows.
 
         Args:
             trained: places of samples.
-            held_out: places in ``drawn``.
+            held_out: places in ``held_out_rows``.
 
         Raises:
             UserError: no row of a bucket is left.
@@ -84,14 +86,16 @@ class StreamPlan(Plan):
                 raise UserError(
                     f"data.path: none of the {plural(bad, 'row')} of {size[0]}x{size[1]} px can be used. Remove them"
                 )
-        if len(second) and len(second) == len(self.chosen):
+        if len(second) and len(second) == len(self.held_out_rows):
             raise UserError(
                 f"validation.split: none of the {plural(len(second), 'row')} held out can be used. Use more"
             )
         batch = GlobalBatch(self.batch_size, self.accumulation)
-        return StreamPlan(self.samples, self.objective, self.seed, batch, self.chosen, (first, second), self.inpaints)
+        return StreamPlan(
+            self.samples, self.objective, self.seed, batch, self.held_out_rows, (first, second), self.inpaints
+        )
 
-    def _by_bucket(self) -> Mapping[Size, Sequence[int]]:
+    def _group_by_bucket(self) -> Mapping[Size, Sequence[int]]:
         found = {size: np.flatnonzero(self.samples.bucket == place) for place, size in enumerate(self.samples.sizes)}
         return {size: members for size, members in found.items() if len(members)}  # type: ignore[misc]
 
@@ -106,8 +110,8 @@ class StreamPlan(Plan):
     def _bucket_of(self, index: int) -> Size:
         return self.samples.sizes[self.samples.bucket[index]]
 
-    def used(self, start: int, steps: int) -> np.ndarray:
-        """The distinct pairs of sample and variant that the steps from ``start`` up to ``steps`` train on.
+    def used_variants(self, start: int, steps: int) -> np.ndarray:
+        """Return the distinct pairs of sample and variant that the steps from ``start`` up to ``steps`` train on.
 
         Returns:
             place * data.variants + variant, ascending, which is the order of the shards: int64 [n].
@@ -121,26 +125,26 @@ class StreamPlan(Plan):
                 break
         return np.unique(np.concatenate(found))
 
-    def first(self, count: int) -> np.ndarray:
-        """The places of the first samples of the run: int64 [count or fewer]."""
+    def first_places(self, count: int) -> np.ndarray:
+        """Return the places of the first samples of the run: int64 [count or fewer]."""
         flat = self._epoch(0).reshape(-1)
         return flat[flat >= 0][:count]
 
     def _subjects(self) -> StreamedSamples:
-        return self.samples.taken(self.first(FIRST))
+        return self.samples.take(self.first_places(FIRST))
 
-    def _evaluated(self, count: int) -> list[Sample]:
-        """The samples of an evaluation: the first held-out ones, or the first of the run."""
+    def _evaluation_samples(self, count: int) -> list[Sample]:
+        """Return the samples of an evaluation: the first held-out ones, or the first of the run."""
         samples = self.held_out or self._subjects()
         return [samples[number % len(samples)] for number in range(count)]
 
     def images(self) -> int:
-        """The number of rows that are trained on."""
+        """Count the rows that are trained on."""
         return len(self.samples)
 
     def share(self, index: int, path: str) -> SourceShare:
-        """What the data set contributes to an epoch, without counting prompts and crops, which takes reading all
-        rows."""
+        """Describe what the data set contributes to an epoch, without counting prompts and crops, which takes reading
+        all rows."""
         source = self.samples.source
         return SourceShare(
             path=path,
@@ -158,7 +162,7 @@ class StreamPlan(Plan):
         )
 
     def manifest(self) -> list[Json]:
-        """What the order of samples depends on: a line about all rows, and one for each shard."""
+        """Return what the order of samples depends on: a line about all rows, and one for each shard."""
         source, samples = self.samples.source, self.samples
         shapes = b"" if samples.shapes is None else samples.bucket.tobytes()
         first: Json = {
@@ -167,7 +171,7 @@ class StreamPlan(Plan):
             "caption": self.example(),
             "buckets": {f"{width}x{height}": len(members) for (width, height), members in self.buckets.items()},
             "bucket_of_rows": hashlib.sha256(shapes).hexdigest(),
-            "held_out_rows": len(self.chosen),
+            "held_out_rows": len(self.held_out_rows),
             "shuffle_window": source.shuffle_window,
             **({"inpainting_mask": source.inpainting_mask} if self.inpaints else {}),
             **({} if source.background == "white" else {"decoding": f"on {source.background}"}),

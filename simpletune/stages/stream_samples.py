@@ -49,36 +49,37 @@ class StreamedSamples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> list[Sample]: ...
 
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        """One sample, or several; UnusableImage if a caption cannot be used, UserError if a shard is damaged."""
+        """Return one sample, or several. Raises UnusableImage if a caption cannot be used, UserError if a shard is
+        damaged."""
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         bucket = self.sizes[self.bucket[index]]
         size = bucket if self.shapes is None else (int(self.shapes[index, 0]), int(self.shapes[index, 1]))
         return Sample(self.source.image(self.rows, int(self.numbers[index]), size, self.step), bucket, 0)
 
-    def taken(self, places: np.ndarray) -> StreamedSamples:
-        """Some of the samples."""
+    def take(self, places: np.ndarray) -> StreamedSamples:
+        """Select some of the samples."""
         shapes = None if self.shapes is None else self.shapes[places]
         return replace(self, numbers=self.numbers[places], bucket=self.bucket[places], shapes=shapes)
 
-    def uncaptioned(self) -> StreamedSamples:
-        """These samples without their captions, which saves reading them."""
+    def without_captions(self) -> StreamedSamples:
+        """Return these samples without their captions, which saves reading them."""
         return replace(self, source=self.source.model_copy(update={"prompt": "-"}))
 
     def name(self, index: int) -> str:
-        """The name of a sample's row."""
+        """Return the name of a sample's row."""
         return self.rows.name(int(self.numbers[index]))
 
     def parts(self, places: np.ndarray) -> np.ndarray:
-        """The number of each sample's part, int64 [n]: the pictures of a part fit into memory together. ``places`` are
-        in the order of the rows."""
+        """Return each sample's part, int64 [n]: the pictures of a part fit into memory together. ``places`` are in the
+        order of the rows."""
         blocks = self.rows.blocks_of(self.numbers[places])
         first = np.diff(blocks, prepend=-1) != 0
         return np.cumsum(np.where(first, self.rows.block_bytes[blocks], 0)) // BLOCKS_IN_MEMORY
 
 
 def streamed_samples(source: Stream, step: int, local: Path) -> StreamedSamples:
-    """All rows of a data set.
+    """Open all rows of a data set.
 
     Args:
         source: the options, with ``demo:`` names resolved.
@@ -103,8 +104,8 @@ def streamed_samples(source: Stream, step: int, local: Path) -> StreamedSamples:
 
 
 def split_samples(samples: StreamedSamples, split: float | None, seed: int) -> tuple[StreamedSamples, StreamedSamples]:
-    """Split rows into those to train on and those to hold out: ``validation.split`` gives their number, the seed the
-    draw.
+    """Split rows into those to train on and those to hold out: ``validation.split`` gives their number, the seed
+    decides which.
 
     Raises:
         UserError: none are left.
@@ -115,4 +116,4 @@ def split_samples(samples: StreamedSamples, split: float | None, seed: int) -> t
             f"validation.split: {count} of {plural(len(samples), 'row')} leaves none to train on. Use a smaller number"
         )
     order = stream(seed, "held-out-rows").permutation(len(samples))[:count]
-    return samples.taken(np.delete(np.arange(len(samples)), order)), samples.taken(order)
+    return samples.take(np.delete(np.arange(len(samples)), order)), samples.take(order)

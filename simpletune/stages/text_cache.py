@@ -1,4 +1,4 @@
-"""Cached prompts: one entry for each, with the outputs of all text encoders, for training and for drawing."""
+"""Cached prompts: one entry for each, with the outputs of all text encoders, for training and for generating."""
 
 from __future__ import annotations
 
@@ -116,17 +116,17 @@ class PromptEntries:
         """Encode prompts with one encoder, and return those that this process has encoded."""
         encoded, waiting = set[str](), self._waiting.get(encoder.name)
         if waiting is None:
-            todo, claim = list(missing), self.cache.claimed
+            todo, claim = list(missing), self.cache.claim
         else:
             todo = waiting.lacking([key for key in missing if key not in self.cache], share)
             # in this order, because an entry is stored before its waiting files are removed
-            claim = partial(waiting.claimed, is_done=lambda key: key in waiting or key in self.cache)
+            claim = partial(waiting.claim, is_done=lambda key: key in waiting or key in self.cache)
         known = self._known(encoder, todo)
         with progress(f"text  {encoder.name}", share.count(len(todo)), "prompts") as advance:
             for group in claim(todo, share, TOGETHER):  # no name for the iterator: its locks must end with this loop
                 new = outputs(encoder, [missing[key] for key in group if key not in known])
                 for key in group:
-                    parts = self._taken(key, *known[key]) if key in known else None
+                    parts = self._take(key, *known[key]) if key in known else None
                     if parts is None:
                         parts = next(outputs(encoder, [missing[key]]) if key in known else new)
                         encoded.add(missing[key])
@@ -154,7 +154,8 @@ class PromptEntries:
             remove(cache.file(key))
 
     def _known(self, encoder: TextEncoder, keys: list[str]) -> dict[str, tuple[Cache, str]]:
-        """Where else this machine has the encoder's outputs: caches, and what their tensors' names begin with."""
+        """Return where else this machine has the encoder's outputs: caches, and what their tensors' names begin
+        with."""
         found = dict[str, tuple[Cache, str]]()
         if not keys or self.cache.remote:
             return found
@@ -171,8 +172,8 @@ class PromptEntries:
             found |= {key: (cache, start) for key in there if key not in damaged}
         return found
 
-    def _taken(self, key: str, cache: Cache, start: str) -> Parts | None:
-        """An encoder's outputs from another cache; None if another process has removed them meanwhile."""
+    def _take(self, key: str, cache: Cache, start: str) -> Parts | None:
+        """Copy an encoder's outputs from another cache; None if another process has removed them meanwhile."""
         try:
             tensors = cache.load(key)
         except FileNotFoundError:
@@ -227,7 +228,7 @@ class TextCache:
         return len(self._entries.fill(wanted, partial(self.prompts.encode, device=device), "caption", device, share))
 
     def lacking(self, prompts: Iterable[str]) -> set[str]:
-        """The prompts that have to be encoded."""
+        """Return the prompts that have to be encoded."""
         wanted = {self.tokens.expanded(prompt): prompt for prompt in prompts}
         return {wanted[key] for cache in self.caches for key in cache.lacking(wanted)}
 
@@ -257,30 +258,30 @@ class TextCache:
         return found
 
     def places(self, prompt: str) -> Iterator[tuple[Cache, str]]:
-        """Where a prompt is cached."""
+        """Return where a prompt is cached."""
         return ((cache, self.tokens.expanded(prompt)) for cache in self.caches)
 
     def inputs(self, prompts: Sequence[str]) -> TextInputs | None:
-        """The trained text side's inputs for a micro-batch's prompts; None if nothing trains there."""
+        """Return the trained text side's inputs for a micro-batch's prompts; None if nothing trains there."""
         return self.tokens.of(prompts) if self._trains else None
 
-    def too_long(self, prompts: Iterable[str]) -> list[str]:
-        """The prompts that the first encoder truncates."""
+    def truncated_prompts(self, prompts: Iterable[str]) -> list[str]:
+        """List the prompts that the first encoder truncates."""
         first, entries = self.prompts.encoders[0].name, self._entries
         limit = self.tokens.length(first)
         if entries is None or first in self.tokens.resident or entries.cache.remote:  # not a request for each
             return [prompt for prompt in prompts if self.tokens.count(prompt) > limit]
         return [prompt for prompt in prompts if int(self.parts(prompt, "tokens")[first]["tokens"]) > limit]
 
-    def cut(self) -> str:
-        """What happens to ``too_long`` prompts, for messages."""
+    def describe_truncation(self) -> str:
+        """Say what happens to ``truncated_prompts`` prompts, for messages."""
         first = self.prompts.encoders[0]
         limit = self.tokens.length(first.name)
         return f"longer than {limit} tokens: the {first.kind} encoders see only the first {limit}"
 
 
 class PromptStore:
-    """Prompts for drawing, encoded with learned embeddings and updated text encoders.
+    """Prompts for generating, encoded with learned embeddings and updated text encoders.
 
     A prompt that neither changes has the same key as in training, so both share its entry. Otherwise the encoders that
     they change for this prompt have an entry of their own, whose key includes a digest of the vectors and updates, so
@@ -301,7 +302,7 @@ class PromptStore:
         self._known: dict[tuple[TextEncoder, ...], PromptEntries] = {}
 
     def _entries(self, prompt: str) -> Iterator[tuple[PromptEntries, str]]:
-        """Where a prompt's outputs are stored, with its keys there."""
+        """Return where a prompt's outputs are stored, with its keys there."""
         by_key: dict[str, list[TextEncoder]] = {}
         for encoder in self.encoding.prompts.encoders:
             by_key.setdefault(self.encoding.key(encoder, prompt), []).append(encoder)

@@ -53,7 +53,7 @@ def load_text_side(
 
 
 def t5_rows(config: TrainConfig, cache: TextCache) -> dict[str, Tensor]:
-    """T5's input embeddings of the words that stood for the token in training: ``t5`` [v, e]; empty without T5.
+    """Return T5's input embeddings of the words that stood for the token in training: ``t5`` [v, e]; empty without T5.
 
     A file without them would make other tools leave the token out of T5's prompt.
     """
@@ -69,7 +69,7 @@ def t5_rows(config: TrainConfig, cache: TextCache) -> dict[str, Tensor]:
 
 
 def mean_rows(config: TrainConfig, cache: TextCache, captions: Sequence[str]) -> dict[str, Tensor]:
-    """The mean, over all captions, of the encoders' outputs at the token's words: fp32 [v, width] each.
+    """Compute the mean, over all captions, of the encoders' outputs at the token's words: fp32 [v, width] each.
 
     The words' outputs differ between captions; their mean is the one set of vectors with the smallest squared error.
     """
@@ -89,8 +89,8 @@ def mean_rows(config: TrainConfig, cache: TextCache, captions: Sequence[str]) ->
 
 
 def empty_text_side(config: TrainConfig, device: torch.device) -> TextUpdate | None:
-    """Like ``load_text_side``, but without values, on the CPU: assumes one piece per word for T5, and as many tokens
-    for CLIP as its configuration says."""
+    """Load as ``load_text_side`` does, but without values, on the CPU: assumes one piece per word for T5, and as many
+    tokens for CLIP as its configuration says."""
     if not config.text.trains:
         return None
     model, dtype = config.model, config.precision.encoder_dtype()
@@ -107,8 +107,8 @@ def empty_text_side(config: TrainConfig, device: torch.device) -> TextUpdate | N
 
 
 def empty_text_inputs(config: TrainConfig, b: int, device: torch.device) -> TextInputs | None:
-    """Inputs for a micro-batch of b prompts without values, with the first vector at every position; None if nothing
-    trains on the text side."""
+    """Return inputs for a micro-batch of b prompts without values, with the first vector at every position; None if
+    nothing trains on the text side."""
     if not config.text.trains:
         return None
     model = config.model

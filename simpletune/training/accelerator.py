@@ -23,13 +23,14 @@ from simpletune.system.processes import process_count, require_launch
 from simpletune.system.threads import ASKED, asked_threads
 from simpletune.training.heartbeats import MEETING, wait_for_others
 
-PATIENCE = timedelta(days=2)  # limit for waiting while one process fills the cache or draws; NCCL's default: 10 minutes
+# the limit for waiting while one process fills the cache or generates pictures; NCCL's default: 10 minutes
+PATIENCE = timedelta(days=2)
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
-    """Create accelerate's ``Accelerator``, and describe the device and why it was chosen; a ``UserError`` if accelerate
-    uses another device, if a setting needs a single process, or if a variable asks for what the configuration cannot
-    say."""
+    """Create accelerate's ``Accelerator``, and describe the device and why it was chosen. Raises UserError if
+    accelerate uses another device, if a setting needs a single process, or if a variable asks for what the
+    configuration cannot say."""
     require_launch()
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
     use_deterministic(config.speed.deterministic and device.type == "cuda")

@@ -32,8 +32,14 @@ class Checkpointer:
         store: CheckpointStore,
         base: Json,
     ):
-        self.config, self.folder, self.core, self.plan = config, folder, core, plan
-        self.stages, self.attempt, self.store, self.base = stages, attempt, store, base
+        self.config = config
+        self.folder = folder
+        self.core = core
+        self.plan = plan
+        self.stages = stages
+        self.attempt = attempt
+        self.store = store
+        self.base = base
 
     def save(self, step: int) -> None:
         """Write the checkpoint after ``step`` steps.
@@ -48,7 +54,7 @@ class Checkpointer:
             except NonFinite as error:  # found by a process in its own part of the weights
                 raise not_saved(error.names, self.folder, step) from None
         self.attempt.update()
-        self.store.saved(step)
+        self.store.note_saved(step)
 
     def save_own_part(self, step: int) -> None:
         """Write this process's part of divided weights, while the first process saves."""

@@ -23,8 +23,8 @@ SHOWN = 3
 
 
 @contextmanager
-def explained(trainer: Trainer) -> Iterator[None]:
-    """Within this context, explain a full device, a compiler failure and a stop.
+def explain_errors(trainer: Trainer) -> Iterator[None]:
+    """Explain a full device, a compiler failure and a stop within this context.
 
     Raises:
         UserError: instead of the device's or the compiler's error.
@@ -75,7 +75,8 @@ def _bytes(tensors: Sequence[object], device: torch.device) -> int:
 
 
 def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception, folder: Path) -> UserError:
-    """The error that ends a run whose device is full; ``kinds``: bytes by kind, ``config``: demo names resolved."""
+    """Build the error that ends a run whose device is full; ``kinds``: bytes by kind, ``config``: demo names
+    resolved."""
     from simpletune.estimate.levers import savings
 
     lines = ["the device's memory is full: " + str(error).partition("\n")[0]]

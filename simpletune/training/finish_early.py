@@ -109,7 +109,7 @@ def refuse_finished(named: CheckpointRef) -> None:
 
 
 def read_intact(named: CheckpointRef) -> checkpoint.SavedState:
-    """Read the named checkpoint, or the newest intact one; a ``UserError`` if there is none."""
+    """Read the named checkpoint, or the newest intact one. Raises UserError if there is none."""
     run, step, _ = named
     if step is not None:
         return _read(checkpoint_folder(run, step))

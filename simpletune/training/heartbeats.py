@@ -113,10 +113,10 @@ class HealthCheck:
             self.others[number] = PeerState(sign, now, lives=known.sign is not None)
 
     def verdict(self, own: Heartbeat, now: float) -> PeerFailure | None:
-        ones = (self._of_one(number, now) for number in sorted(self.others))
-        return next(filter(None, ones), None) or self._of_all(own, now)
+        ones = (self._check_one(number, now) for number in sorted(self.others))
+        return next(filter(None, ones), None) or self._check_all(own, now)
 
-    def _of_one(self, number: int, now: float) -> PeerFailure | None:
+    def _check_one(self, number: int, now: float) -> PeerFailure | None:
         """Check whether a process is absent or lost, has failed or was stopped."""
         seen, patience = self.others[number], self.patience
         since = now - seen.at
@@ -131,7 +131,7 @@ class HealthCheck:
         lost = state == RUNNING and since > patience.silent
         return PeerFailure(f"{who} has sent no heartbeat for {since:.0f} s") if lost else None
 
-    def _of_all(self, own: Heartbeat, now: float) -> PeerFailure | None:
+    def _check_all(self, own: Heartbeat, now: float) -> PeerFailure | None:
         """Check whether the processes fail to meet, or none makes progress, as in a collective that hangs."""
         signs = [own, *(seen.sign for seen in self.others.values() if seen.sign is not None and seen.lives)]
         together = len(signs) == len(self.others) + 1
@@ -147,7 +147,7 @@ class HealthCheck:
 
 
 def start_number() -> str:
-    """The number of this start by torchrun, from 0."""
+    """Return the number of this start by torchrun, from 0."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -162,7 +162,7 @@ torch.distributed.register_rendezvous_handler(SCHEME, _meet)
 
 def wait_for_others() -> None:
     """Wait until all processes are there, before accelerate does: it waits in torch, for as long as a collective may
-    take, where no signal arrives and nothing is said. A ``UserError`` with code ``LOST`` if they cannot meet."""
+    take, where no signal arrives and nothing is said. Raises UserError with code ``LOST`` if they cannot meet."""
     number, of, (address, port) = process_number(), process_count(), meeting_place()
     if of == 1 or torch.distributed.is_initialized():
         return
@@ -182,7 +182,7 @@ def wait_for_others() -> None:
         waited = time.monotonic() - began
         try:
             store = store or _connect(timedelta(seconds=patience.beat))
-            missing = list(range(of)) if store is None else _missing(store, number, of)
+            missing = list(range(of)) if store is None else _find_missing(store, number, of)
         except RuntimeError as error:  # DistStoreError, DistNetworkError
             why = f"process 0 or its launcher is gone ({describe_exception(error)})"
             raise UserError(ending_reason(why), code=LOST) from error
@@ -202,7 +202,7 @@ def wait_for_others() -> None:
         time.sleep(0.2)
 
 
-def _missing(store: Store, number: int, of: int) -> list[int]:
+def _find_missing(store: Store, number: int, of: int) -> list[int]:
     """Say that this process is there, and list the others that are not."""
     place, everyone = torch.distributed.PrefixStore(f"meet-{start_number()}", store), list(map(str, range(of)))
     place.set(str(number), "here")
@@ -290,8 +290,8 @@ class HeartbeatThread(threading.Thread):
             self.join(self.patience.beat)
         self.say(state, reason)
 
-    def why_connection_failed(self) -> str:
-        """The reason that another process gave for its end, if any."""
+    def find_failure(self) -> str:
+        """Return the reason that another process gave for its end, if any."""
         late = time.monotonic() + self.patience.beat
         while time.monotonic() < late:
             with suppress(RuntimeError):
@@ -307,7 +307,7 @@ _watching: list[HeartbeatThread] = []
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def watch_processes() -> Iterator[None]:
     """Watch the other processes of the run within this context.
 
     Raises:
@@ -329,7 +329,7 @@ def watched() -> Iterator[None]:
         if not isinstance(error, torch.distributed.DistError) and not CONNECTION.search(str(error)):
             watch.close(FAILED, describe_exception(error))
             raise
-        why = watch.why_connection_failed()
+        why = watch.find_failure()
         watch.close(FAILED, why)
         if threading.current_thread() is threading.main_thread():  # closing the connections may take longer
             end_after(watch.patience.closing)

@@ -1,4 +1,4 @@
-"""Interruptions of a run: signals, and requests in its control file (draw, save, stop), which do not change its bits.
+"""Interruptions of a run that do not change its bits: signals, and requests in its control file (generate, save, stop).
 
 The first of several processes reads the file, at the cost of one ``stat`` per step, and sends what it found to the
 others with the step's figures, so that all of them stop after the same step.
@@ -76,9 +76,9 @@ class Interrupts:
         self.asked = InterruptFlags(Signals.received is not None or self._stop_asked, len(self._waiting) > stops)
         return self.asked
 
-    def ends_by(self, asked: bool) -> int | None:
-        """The signal that ends the run after the last launched step, the same in all processes; SIGINT for a request.
-        ``asked``: whether any process was asked to stop when the steps that are logged now were launched."""
+    def ending_signal(self, asked: bool) -> int | None:
+        """Return the signal that ends the run after the last launched step, the same in all processes; SIGINT for a
+        request. ``asked``: whether any process was asked to stop when the steps that are logged now were launched."""
         # Several processes stop together at the first such step; a single one also for what has arrived since.
         if not (asked or (self.alone and (Signals.received is not None or self._stop_asked))):
             return None
@@ -125,10 +125,10 @@ class Interrupts:
 
         Args:
             saved: whether this step is already saved.
-            draw: draws a picture, and returns the answer.
+            generate: generates a picture, and returns the answer.
 
         Raises:
-            Stopped: a signal arrived while drawing.
+            Stopped: a signal arrived while generating.
         """
         self.agreed = False
         for request in [each for each in self._waiting if not isinstance(each, StopRequest)]:

@@ -46,7 +46,7 @@ def load(
 
     ``state_bytes`` are those that the optimizer's state will take on the device, if this start chose the micro-batch
     size by prediction and must try it out, by a pass of each bucket's size: the returned training step and plan have a
-    size that fits. A ``UserError`` if none does.
+    size that fits. Raises UserError if none does.
     """
     stop_if_requested()
     # If any process runs out of memory, all of them halve the micro-batch and load the model again: no step has been
@@ -58,7 +58,7 @@ def load(
             accelerator.process_index, processes, train.reduce == "exact", train.uses_fsdp(processes)
         )
         batches = BatchLoader(prepared, train.seed, accelerator.device, core.modulation, config.prior, share)
-        size = None if state_bytes is None else too_large(core, batches, state_bytes)
+        size = None if state_bytes is None else find_too_large(core, batches, state_bytes)
         if size is None:
             return core, batches, prepared
         images = f"{plural(train.micro_batch, 'picture')} of {size[0]} x {size[1]} px"
@@ -81,19 +81,19 @@ def load(
 
 def with_batch_size(data: T, config: TrainConfig) -> T:
     """Return the data with a plan for the configuration's batch sizes."""
-    return replace(data, plan=data.plan.divided(GlobalBatch(config.train.micro_batch, config.train.accumulation)))
+    return replace(data, plan=data.plan.with_batch(GlobalBatch(config.train.micro_batch, config.train.accumulation)))
 
 
-def too_large(core: TrainStep, batches: BatchLoader, state_bytes: int) -> Size | None:
+def find_too_large(core: TrainStep, batches: BatchLoader, state_bytes: int) -> Size | None:
     """Return the size of the first bucket whose micro-batch does not fit in some process's memory."""
     for samples in batches.plan.one_of_each_size():
-        failed = torch.tensor(float(runs_out(core, batches, samples, state_bytes)), device=core.device)
+        failed = torch.tensor(float(exceeds_memory(core, batches, samples, state_bytes)), device=core.device)
         if core.accelerator.reduce(failed, "sum").item() > 0:
             return samples[0].view.bucket
     return None
 
 
-def runs_out(core: TrainStep, batches: BatchLoader, samples: list[PlannedSample], state_bytes: int) -> bool:
+def exceeds_memory(core: TrainStep, batches: BatchLoader, samples: list[PlannedSample], state_bytes: int) -> bool:
     """Return whether memory runs out in a micro-batch's passes, given what the rest of the step will take."""
     train, later = core.config.train, state_bytes
     if train.reduce == "exact":  # partial sums of the gradients
@@ -127,8 +127,12 @@ def load_model(
     """Load and quantise the model, attach the adapter, place it, create the optimizer, and restore a checkpoint, or
     begin with the updates of ``start``."""
     device, plan = accelerator.device, prepared.plan
-    sizes, cache, divided = prepared.sizes(), cache_of_bases(config), config.train.uses_fsdp(accelerator.num_processes)
-    if divided:  # each unit moves to the device when it is sharded
+    sizes, cache, with_batch = (
+        prepared.sizes(),
+        cache_of_bases(config),
+        config.train.uses_fsdp(accelerator.num_processes),
+    )
+    if with_batch:  # each unit moves to the device when it is sharded
         denoiser = load_base(config, torch.device("cpu"), sizes, cache, read_stack(config))
     else:
         denoiser = load_base_together(config, accelerator, sizes, cache, read_stack(config))

@@ -36,8 +36,13 @@ class Metrics:
         trackers: Trackers,
         steps_per_epoch: int,
     ):
-        self.folder, self.core, self.guard, self.attempt, self.trackers = folder, core, guard, attempt, trackers
-        self.steps_per_epoch, self.main = steps_per_epoch, core.accelerator.is_main_process
+        self.folder = folder
+        self.core = core
+        self.guard = guard
+        self.attempt = attempt
+        self.trackers = trackers
+        self.steps_per_epoch = steps_per_epoch
+        self.main: bool = core.accelerator.is_main_process
         self.to_first_step: float | None = None
         """Seconds from the start to the end of this process's first step."""
         self.idle: int | None = 0
@@ -45,13 +50,13 @@ class Metrics:
         self._pending: deque[PendingStep] = deque()
         self._ahead = 0 if guard.skips else 1
 
-    def launched(
+    def record_launch(
         self, step: int, began: DeviceEvent, loss: Tensor, norm: Tensor, asked: InterruptFlags, waited: float | None
     ) -> None:
         """Start copying the figures of the step that the core launched last to the host (``PendingStep``); ``asked`` is
         what is asked of this process."""
         figures = global_figures(loss, norm, self.core, asked)
-        self._pending.append(PendingStep.launched(step, began, self.core, figures, waited))
+        self._pending.append(PendingStep.launch(step, began, self.core, figures, waited))
 
     def log(self, progress: TrainingProgress, everything: bool) -> InterruptFlags:
         """Log the steps that are due; with ``everything`` all, which waits for the device.

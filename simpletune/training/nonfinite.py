@@ -90,7 +90,7 @@ class NonFiniteGuard:
                 append_metrics(self.folder, row, OVERFLOWS)
             return False
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-        about = self._about(done, what)
+        about = self._describe(done, what)
         if not self.skips:
             raise UserError(f"{about}. {how_to_go_on(self.folder)}", CODE)
         self._in_a_row += 1
@@ -107,7 +107,7 @@ class NonFiniteGuard:
         self.warn(f"{about}. Skipped the update (train.on_nonfinite=skip)")
         return False
 
-    def _about(self, done: PendingStep, what: str) -> str:
+    def _describe(self, done: PendingStep, what: str) -> str:
         """Describe what is non-finite, and in which samples and parameters. Loads the step's batches again, because
         keeping them would use device memory."""
         losses = torch.stack(list(done.losses)).tolist()
@@ -119,7 +119,7 @@ class NonFiniteGuard:
             for row in range(len(batch.names))
             if (inputs := _nonfinite_inputs(batch, row))
         ]
-        rows, suspects = self._gathered(mine), self._gathered([name for batch in bad for name in batch.names])
+        rows, suspects = self._gather(mine), self._gather([name for batch in bad for name in batch.names])
         names = [name for name, _ in rows] or suspects or self._samples(done.step)
         parts = [f"step {done.step + 1}: {what}. Samples: {', '.join(dict.fromkeys(names))}"]
         parts += [f"{name}: its {inputs} non-finite" for name, inputs in dict(rows).items()]
@@ -133,13 +133,13 @@ class NonFiniteGuard:
 
     def _samples(self, step: int) -> list[str]:
         """List the names of a step's samples in all processes."""
-        return self._gathered([sample.view.image.name for sample in self._planned(step) if sample.weight])
+        return self._gather([sample.view.image.name for sample in self._planned(step) if sample.weight])
 
     def _planned(self, step: int) -> list[PlannedSample]:
-        """List the draws of a step's micro-batches in this process."""
+        """List the samples of a step's micro-batches in this process."""
         return [sample for samples in self.batches.passes.micro_batches(step) for sample in samples]
 
-    def _gathered(self, found: list[T]) -> list[T]:
+    def _gather(self, found: list[T]) -> list[T]:
         """Gather findings from all processes, because each sees only its own samples."""
         return gather_object(found) if self.accelerator.num_processes > 1 else found
 

@@ -89,7 +89,7 @@ class PendingStep:
     waited: float | None = None  # seconds that the step waited for a remote cache; None if there is none
 
     @classmethod
-    def launched(
+    def launch(
         cls, step: int, began: DeviceEvent, core: TrainStep, figures: Tensor, waited: float | None = None
     ) -> PendingStep:
         """Wrap the last step that ``core`` launched, and start copying its figures (``global_figures``, on the device)

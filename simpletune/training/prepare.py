@@ -15,7 +15,7 @@ from simpletune.system.devices import capability_of
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.accelerator import make_accelerator
 from simpletune.training.class_images import with_class_images
-from simpletune.training.heartbeats import leave, watched
+from simpletune.training.heartbeats import leave, watch_processes
 
 
 def prepare_only(config: TrainConfig, source: str | None = None) -> None:
@@ -24,7 +24,7 @@ def prepare_only(config: TrainConfig, source: str | None = None) -> None:
     Several processes can divide the work, started by one launcher or by several on machines that share the cache's
     folder. ``source``: the folder or URL of another cache, whose samples are copied instead of encoded.
     """
-    with watched():
+    with watch_processes():
         accelerator, reason = make_accelerator(config)
         config = settle_compute(config, capability_of(accelerator.device))
         say(f"simpletune {config.name}: prepare on {reason}")

@@ -1,4 +1,4 @@
-"""Draw a requested picture between two steps: check and predict first, then draw as validation does."""
+"""Generate a requested picture between two steps: check and predict first, then generate as validation does."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 def generate_requested(validator: Validator, predicted: Estimate | None, asked: GenerateRequest, done: int) -> str:
-    """Draw one picture with the weights after ``done`` steps, or their average, into the run's ``drawn/``; returns its
-    name in the run's folder.
+    """Generate one picture with the weights after ``done`` steps, or their average, into the run's ``drawn/``; returns
+    its name in the run's folder.
 
     Raises:
-        UserError: the picture cannot be drawn, or is predicted not to fit.
+        UserError: the picture cannot be generated, or is predicted not to fit.
     """
     own, core, previews = validator.config, validator.core, validator.previews
     option = validation_for(own, asked)
@@ -56,11 +56,11 @@ def generate_requested(validator: Validator, predicted: Estimate | None, asked: 
         from simpletune.estimate.generate_memory import require_memory
 
         config = core.config.model_copy(update={"validation": option})
-        known = predicted if is_alike(own, option) else None
+        known = predicted if has_predicted_peak(own, option) else None
         require_memory(config, device, validator.plan.largest(), known, encodes=bool(text.lacking(request.texts)))
     with validator.stages.stage("text"):
         text.fill(request.texts, device)
-    with validator.stages.stage("validate"), use_average(core.average), unchanged(core.denoiser):
+    with validator.stages.stage("validate"), use_average(core.average), restore_fp16_blocks(core.denoiser):
         with nullcontext() if asked.strength == 1 else at_strength(core.denoiser, asked.strength):
             (image,) = previews.images(core.denoiser, [request])
     name, folder = f"{GENERATED}/step-{done:06d}-{asked.id}.png", validator.folder
@@ -76,7 +76,7 @@ def generate_requested(validator: Validator, predicted: Estimate | None, asked: 
 def answer_generate(
     validator: Validator, predicted: Estimate | None, asked: GenerateRequest, done: int
 ) -> tuple[State, Json]:
-    """Draw a requested picture, and return the answer; a failure does not fail the run."""
+    """Generate a requested picture, and return the answer; a failure does not fail the run."""
     try:
         return "done", {"file": generate_requested(validator, predicted, asked, done)}
     except UserError as error:
@@ -101,8 +101,8 @@ def validation_for(config: TrainConfig, asked: GenerateRequest) -> Validation:
     return validate(data, f"request {asked.id}", needs_data=False, needs_model=False).validation
 
 
-def is_alike(config: TrainConfig, option: Validation) -> bool:
-    """Return whether the run's validation, whose memory was predicted, draws pictures that take as much memory."""
+def has_predicted_peak(config: TrainConfig, option: Validation) -> bool:
+    """Return whether the run's validation, whose memory was predicted, generates pictures that take as much memory."""
     own = config.validation
     alike = ("width", "height", "steps", "guidance")
     return own.prompts != [] and all(getattr(own, name) == getattr(option, name) for name in alike)
@@ -123,8 +123,8 @@ def require_position_table(denoiser: nn.Module, size: tuple[int, int]) -> None:
 
 
 @contextmanager
-def unchanged(denoiser: nn.Module) -> Iterator[None]:
-    """Within this context, undo the effect of a picture's fp16 overflows, so that later evaluations do not change."""
+def restore_fp16_blocks(denoiser: nn.Module) -> Iterator[None]:
+    """Undo the effect of a picture's fp16 overflows within this context, so that later evaluations do not change."""
     blocks = fp16_blocks_of(denoiser)
     before = None if blocks is None else blocks.wide_in_generation
     try:

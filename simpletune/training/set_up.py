@@ -25,13 +25,13 @@ from simpletune.runs.folder import (
     ENVIRONMENT,
     PARENT,
     STACK,
-    chosen_before,
     clear_unsaved,
     earlier_validation_samples,
     finished_steps,
     open_again,
     open_fresh,
     put_chosen,
+    read_chosen,
 )
 from simpletune.runs.remote.checkpoint_store import CheckpointStore, LocalOnly
 from simpletune.runs.resume import base_of, changed_versions, check_resumable, kept_settings, require_same_base
@@ -104,7 +104,7 @@ def set_up(
         base = base_of(located, stacked)
     if saved is not None:
         require_same_base(saved, located, base)
-    chosen = {**saved.config.get("memory", {}), **chosen_before(located)} if saved else {}
+    chosen = {**saved.config.get("memory", {}), **read_chosen(located)} if saved else {}
     threads = settle_threads(located, device, chosen.get("threads"))
 
     # The data, and the batch and memory that fit
@@ -167,7 +167,7 @@ def set_up(
 
 
 def require_loras(config: TrainConfig, saved: checkpoint.SavedState | None) -> list[Json]:
-    """Print and return the record of the LoRAs under a run; a ``UserError`` if they do not fit the base, or are not
+    """Print and return the record of the LoRAs under a run. Raises UserError if they do not fit the base, or are not
     those that a resumed run began with."""
     stack = read_stack(config, run_folder(config) if saved else None)
     for each in stack.about if stack else []:
@@ -210,7 +210,7 @@ def settle_memory(config: ResolvedConfig, accelerator: Accelerator, plan: Plan, 
 def estimate_start(
     config: SettledConfig, device: torch.device, plan: Plan, force: bool
 ) -> tuple[Estimate, Json | None]:
-    """Predict the memory and the time of the run; a ``UserError`` if it does not fit on the device."""
+    """Predict the memory and the time of the run. Raises UserError if it does not fit on the device."""
     from simpletune.estimate.run_estimate import estimate_run, estimate_time
     from simpletune.estimate.simulate.processes import simulated_process_count
 
@@ -249,8 +249,8 @@ def announce_resume(
     threads: int,
     chosen: Json,
 ) -> None:
-    """Print the checkpoint that a run continues from, if any, the changed settings, and those that stay as they were;
-    a ``UserError`` if it cannot continue from there. ``chosen``: what it chose before (``chosen_before``)."""
+    """Print the checkpoint that a run continues from, if any, the changed settings, and those that stay as they were.
+    ``chosen``: what it chose before (``read_chosen``). Raises UserError if it cannot continue from there."""
     if saved is None:
         return
     steps = config.steps(prepared.plan.steps_per_epoch)

@@ -18,17 +18,17 @@ from simpletune.runs.folder import finished_steps, read_summary
 from simpletune.runs.remote.checkpoint_store import open_checkpoint_store
 from simpletune.runs.repair import require_place
 from simpletune.runs.result import result_files
-from simpletune.runs.resume import base_of, check_resumable, moved, require_same_base
+from simpletune.runs.resume import base_of, changed_places, check_resumable, require_same_base
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.locks import exclusive
 from simpletune.system.options import plural
 from simpletune.system.processes import is_first_process, process_count
-from simpletune.training.explain_errors import explained
+from simpletune.training.explain_errors import explain_errors
 from simpletune.training.finish import finish
-from simpletune.training.heartbeats import leave, watched
+from simpletune.training.heartbeats import leave, watch_processes
 from simpletune.training.set_up import require_loras, set_up
-from simpletune.training.trackers.notifications import end_notified
+from simpletune.training.trackers.notifications import notify_end
 from simpletune.training.trainer import Trainer
 
 
@@ -61,24 +61,29 @@ def train(
     lock = exclusive(folder) if is_first_process() else nullcontext()
     writing = room_for("writing the run's files", folder)
     with (
-        lock, end_notified(config) as end, open_checkpoint_store(config, resume) as store, attempt, watched(), writing,
+        lock,
+        notify_end(config) as end,
+        open_checkpoint_store(config, resume) as store,
+        attempt,
+        watch_processes(),
+        writing,
         simulate_one_of(process_count()),
-    ):  # fmt: skip
+    ):
         if resume == "auto" and is_finished(config):
             end.silent = True
             return folder
         require_place(folder)
         trainer = Trainer(set_up(config, attempt, store, resume=resume, force=force, estimate_first=estimate_first))
-        with trainer.trackers, explained(trainer), trainer.interrupts:
+        with trainer.trackers, explain_errors(trainer), trainer.interrupts:
             traces = trainer.train()
-            trainer.first_alone(finish, trainer, traces)
+            trainer.run_alone(finish, trainer, traces)
         leave(trainer.accelerator)
         return folder
 
 
 def is_finished(config: TrainConfig) -> bool:
     """Return whether a run with this configuration and length is finished; if so, print it. The first process exports a
-    lost result again. A ``UserError`` if the finished run has other settings that may not change."""
+    lost result again. Raises UserError if the finished run has other settings that may not change."""
     folder = run_folder(config)
     if finished_steps(folder) is None:
         return False
@@ -88,7 +93,7 @@ def is_finished(config: TrainConfig) -> bool:
     if saved.step != config.steps(summary["steps_per_epoch"]) and not summary.get("stopped_early"):
         return False
     chosen_then = with_saved_batch(with_saved_compute(config, saved.config), saved.config)
-    if moved(saved, config):
+    if changed_places(saved, config):
         resolved = resolve_folders(config)
         require_same_base(saved, resolved, base_of(resolved, require_loras(resolved, saved)))
     check_resumable(saved, chosen_then, saved.manifest)

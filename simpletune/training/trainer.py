@@ -1,4 +1,4 @@
-"""Train: run the steps of a job, and save, evaluate, draw and answer between them."""
+"""Train: run the steps of a job, and save, evaluate, generate and answer between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from simpletune.engine.profiling.traces import EpochTraces, Facts
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.flops import trained_of
 from simpletune.runs.attempts import AttemptRecorder
-from simpletune.runs.best_checkpoint import since_best
+from simpletune.runs.best_checkpoint import evaluations_since_best
 from simpletune.runs.folder import earlier_validation_samples, put_predicted
 from simpletune.runs.remote.checkpoint_store import CheckpointStore
 from simpletune.stages.prepared import PreparedData
@@ -72,14 +72,27 @@ class Trainer:
 
     def __init__(self, job: Job):
         config, core, plan = job.config, job.core, job.prepared.plan
-        self.job, self.config, self.core, self.plan, self.batches = job, config, core, plan, job.batches
-        self.accelerator, self.main = job.accelerator, job.accelerator.is_main_process
-        self.stages, self.attempt = job.stages, job.attempt
+        # the run
+        self.job = job
+        self.config: TrainConfig = config
         self.folder = folder = run_folder(config)
-        self.start, self.steps = job.start, config.steps(plan.steps_per_epoch)
+        self.stages: StageTimer = job.stages
+        self.attempt: AttemptRecorder = job.attempt
+
+        # what a step needs
+        self.core: TrainStep = core
+        self.plan = plan
+        self.batches: BatchLoader = job.batches
+        self.accelerator: Accelerator = job.accelerator
+        self.main: bool = job.accelerator.is_main_process
+
+        # progress
+        self.start: int = job.start
+        self.steps: int = config.steps(plan.steps_per_epoch)
         self.early: str | None = None
         """Why the run ended before its planned length, if it did."""
 
+        # what stands beside the steps
         self.trackers = open_trackers(config, folder, job.start, self.main)
         self.guard = NonFiniteGuard(config, folder, core, job.batches, job.start, self.trackers.warn)
         self.metrics = Metrics(folder, core, self.guard, job.attempt, self.trackers, plan.steps_per_epoch)
@@ -87,7 +100,7 @@ class Trainer:
         if self.main:
             memory = None if job.predicted is None else job.predicted.as_json()["stages"]
             put_predicted(folder, self.steps, plan.steps_per_epoch, memory, job.timed)
-        job.store.begins(job.start)
+        job.store.note_start(job.start)
         alone = self.accelerator.num_processes == 1
         self.interrupts = Interrupts(folder, job.attempt, self.trackers.warn, alone) if self.main else Interrupts()
         before = earlier_validation_samples(folder) if job.start else None  # which a resumed run keeps
@@ -115,7 +128,7 @@ class Trainer:
             Stopped: a signal or a request ended the run; it is saved.
             UserError: a step was non-finite, or the disk is full.
         """
-        self.first_alone(self.validator.before_training, self.start, self.steps)
+        self.run_alone(self.validator.before_training, self.start, self.steps)
         self.attempt.set_up()
         processes = self.accelerator.num_processes
         if self.main and self.start < self.steps and Signals.listening:
@@ -126,7 +139,7 @@ class Trainer:
             traces = self._steps()
             self.metrics.warn_if_idle()
             if self.start < self.steps:
-                self.first_alone(self.checkpointer.save, self.steps)
+                self.run_alone(self.checkpointer.save, self.steps)
             # After the save: a launcher ends all processes when one ends.
             if processes > 1 and self._any_process(Signals.received is not None):
                 raise Stopped(Signals.received or SIGNALS[0])
@@ -134,7 +147,7 @@ class Trainer:
         return traces
 
     def _steps(self) -> EpochTraces:
-        """The training loop: plan, noise, predict, loss, backward, update, log."""
+        """Run the training loop: plan, noise, predict, loss, backward, update, log."""
         config, core, progress = self.config, self.core, self._progress()
         prefetcher = Prefetcher(self.batches, self.steps, on=config.speed.prefetch and self.stages.cuda)
         core.denoiser.train()
@@ -151,16 +164,16 @@ class Trainer:
                 with phase("data"):
                     batches = prefetcher.step(step)
                 loss, norm = core.run(step, self.steps, batches, self.guard.allows_update)
-                self.metrics.launched(step, began, loss, norm, self.interrupts.poll(), prefetcher.waited)
+                self.metrics.record_launch(step, began, loss, norm, self.interrupts.poll(), prefetcher.waited)
                 traces.after_step()  # may write a trace, which does not count as the step's time
 
                 done, last = step + 1, step + 1 == self.steps
                 pauses = is_due(config.checkpoint.every, done) or is_due(config.validation.every, done)
                 ends = self._log(progress, everything=last or pauses or self.interrupts.ready)
                 if last:
-                    break  # finish() validates and draws
+                    break  # finish() validates and generates
                 if pauses or ends is not None or self.interrupts.ready or self.interrupts.agreed:
-                    self.first_alone(self._between_steps, done, progress, ends is not None)
+                    self.run_alone(self._between_steps, done, progress, ends is not None)
                     self.interrupts.agreed = False
                 if ends is not None:
                     self.accelerator.wait_for_everyone()  # a launcher ends all when one ends, even one that is saving
@@ -176,17 +189,17 @@ class Trainer:
         if answer:
             stop |= self.metrics.log(progress, everything=True).stop
             self.interrupts.agreed = True
-        ends = self.interrupts.ends_by(stop)
+        ends = self.interrupts.ending_signal(stop)
         if ends is not None:
             self.metrics.log(progress, everything=True)
         return ends
 
     def _between_steps(self, done: int, progress: TrainingProgress, stops: bool) -> None:
-        """Save, evaluate and draw after ``done`` steps if due, and do what the control file asks. A run that stops here
-        saves but does not draw.
+        """Save, evaluate and generate after ``done`` steps if due, and do what the control file asks. A run that stops
+        here saves but generates nothing.
 
         Raises:
-            Stopped: a signal arrived while evaluating or drawing; this step is saved too.
+            Stopped: a signal arrived while evaluating or generating; this step is saved too.
         """
         config, save = self.config, self.checkpointer.save
         saves = stops or is_due(config.checkpoint.every, done)
@@ -215,7 +228,7 @@ class Trainer:
         option = self.config.validation.early_stop
         if option is None or done < option.min_steps or not is_validation_due(self.config, done):
             return False
-        if not self._any_process(self.main and since_best(self.folder) >= option.patience):
+        if not self._any_process(self.main and evaluations_since_best(self.folder) >= option.patience):
             return False
         without = plural(option.patience, "evaluation")
         self.early = f"stopped early at step {done} of {self.steps}: no lower validation loss in {without}"
@@ -232,7 +245,7 @@ class Trainer:
         return self.accelerator.reduce(flag, "sum").item() > 0
 
     def _progress(self) -> TrainingProgress:
-        """The progress display of the steps."""
+        """Return the progress display of the steps."""
         first = self.stages.by_name.get("validate")
         every = {"save": self.config.checkpoint.every, "validate": self.config.validation.every}
         took = {"validate": first.seconds} if first else {}
@@ -243,7 +256,7 @@ class Trainer:
         return progress
 
     def _traces(self) -> EpochTraces:
-        """The profiler traces of the run; only the first process records any."""
+        """Return the profiler traces of the run; only the first process records any."""
         config, core, cuda = self.config, self.core, self.stages.cuda
         known: dict[Size, int] = {}
 
@@ -265,7 +278,7 @@ class Trainer:
         facts, folder = Facts(cuda, name, flops, units, interrupted), profile_folder(config)
         return EpochTraces(option, folder, self.steps, self.plan.steps_per_epoch, facts, self.trackers.warn)
 
-    def first_alone(self, work: Callable[..., object], *arguments: object) -> None:
+    def run_alone(self, work: Callable[..., object], *arguments: object) -> None:
         """Let the first process work alone between two steps. If the weights are sharded, the others help it."""
         driver = rank_zero_driver(self.core.denoiser)
         if self.main:

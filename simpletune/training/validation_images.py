@@ -20,11 +20,11 @@ from simpletune.runs.folder import BASE, START
 from simpletune.runs.repair import set_aside
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_autoencoder
-from simpletune.stages.png import asked_for, generation_parameters, request_values, save_png
+from simpletune.stages.png import comparison_key, generation_parameters, request_values, save_png
 from simpletune.stages.sample import ImageRequest, Sampler, generate_images, shown_inputs
-from simpletune.stages.step.attention import attention_by
+from simpletune.stages.step.attention import use_attention
 from simpletune.stages.step.train_step import TrainStep
-from simpletune.stages.step.variant import untrained
+from simpletune.stages.step.variant import restore_base
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_file, atomic_folder, remove
 from simpletune.system.console import say
@@ -36,11 +36,11 @@ T = TypeVar("T")
 
 
 class Previews:
-    """Draws validation pictures into ``samples/``: ``base/`` and one folder per step.
+    """Generates validation pictures into ``samples/``: ``base/`` and one folder per step.
 
     Args:
         folder: the run's ``samples`` folder.
-        core: step core, with the trained text side and the modulation that was removed from the transformer, if any.
+        core: step core, with the trained text side and the modulation that was removed from the denoiser, if any.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Previews:
         self._asked: dict[tuple[Path, int], str] = {}  # what pictures were asked to be, by file and time
 
     def folder_of(self, step: int) -> Path:
-        """The folder of the pictures after ``step`` steps, 0: of the LoRA that training begins with."""
+        """Return the folder of the pictures after ``step`` steps, 0: of the LoRA that training begins with."""
         return self.folder / (f"step-{step:06d}" if step else START)
 
     def generate(self, denoiser: Denoiser, step: int) -> None:
-        """Draw with the model after ``step`` steps, 0: with the LoRA that training begins with."""
+        """Generate with the model after ``step`` steps, 0: with the LoRA that training begins with."""
         if not self.requests:
             return
         images = self.images(denoiser, self.requests)
@@ -69,18 +69,18 @@ class Previews:
         state = f"step {step}" if step else START
         with atomic_folder(self.folder_of(step)) as part:
             for number, (image, request) in enumerate(zip(images, self.requests, strict=True)):
-                save_png(image, part / name_of(number), request, **self._how(request, state))
+                save_png(image, part / name_of(number), request, **self._metadata(request, state))
 
     def generate_base(self, denoiser: Denoiser, step: int) -> None:
-        """Draw the pictures of the base that are not there: all before the first step; later those that are lost or of
-        other requests, unless the base itself is trained."""
+        """Generate the pictures of the base that are not there: all before the first step; later those that are lost or
+        of other requests, unless the base itself is trained."""
         adapter, folder = self.config.adapter, self.folder / BASE
         if not step:
             remove(folder)  # of a start that was ended before its first checkpoint
-        lacking = [number for number, file in enumerate(self._found(folder)) if file is None]
+        lacking = [number for number, file in enumerate(self._find(folder)) if file is None]
         if not lacking or (step and adapter.trains_base):
             return
-        with nullcontext() if adapter.trains_base else untrained(adapter, denoiser):
+        with nullcontext() if adapter.trains_base else restore_base(adapter, denoiser):
             images = self.images(denoiser, [self.requests[number] for number in lacking])
         self._write_inputs()
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,10 +91,11 @@ class Previews:
             taken.add(name)
             request = self.requests[number]
             with atomic_file(folder / name) as part:
-                save_png(image, part, request, **self._how(request, BASE))
+                save_png(image, part, request, **self._metadata(request, BASE))
 
-    def _how(self, request: ImageRequest, state: str) -> dict[str, object]:
-        """A validation picture's metadata besides its request: with a digest of what it paints into, if anything."""
+    def _metadata(self, request: ImageRequest, state: str) -> dict[str, object]:
+        """Return a validation picture's metadata besides its request: with a digest of what it paints into, if
+        anything."""
         shown = shown_inputs(request)
         pixels = b"".join(image.tobytes() for image in shown.values())
         return {**self.about(state), **({"inputs": hashlib.sha256(pixels).hexdigest()[:16]} if shown else {})}
@@ -103,15 +104,18 @@ class Previews:
     def _keys(self) -> list[tuple[str, str]]:
         """What each request asks for, with a digest of what it paints into, and as version 0.1.0 recorded it."""
         recorded = [(request_values(request), request) for request in self.requests]
-        return [(asked_for({**how, **self._how(request, "")}), asked_for(how)) for how, request in recorded]
+        return [
+            (comparison_key({**how, **self._metadata(request, "")}), comparison_key(how)) for how, request in recorded
+        ]
 
-    def _found(self, folder: Path) -> list[Path | None]:
-        """A state's picture of each request; None: it has none of exactly this request. Sets damaged ones aside."""
+    def _find(self, folder: Path) -> list[Path | None]:
+        """Return a state's picture of each request; None: it has none of exactly this request. Sets damaged ones
+        aside."""
         known: dict[str, Path] = {}
         for file in sorted(folder.glob("prompt-*.png")):
-            stamp = file, file.stat().st_mtime_ns  # reading how it was drawn decodes it
+            stamp = file, file.stat().st_mtime_ns  # reading how it was generated decodes it
             if stamp not in self._asked and (how := self._read(file, generation_parameters)) is not None:
-                self._asked[stamp] = asked_for(how)
+                self._asked[stamp] = comparison_key(how)
             if stamp in self._asked:
                 known.setdefault(self._asked[stamp], file)
         return [next((known[key] for key in keys if key in known), None) for keys in self._keys]
@@ -144,12 +148,12 @@ class Previews:
         return {"run": self.config.name, "weights": state, "sampler": self.config.objective.sampler}
 
     def images(self, denoiser: Denoiser, requests: Sequence[ImageRequest]) -> list[Image.Image]:
-        """Draw requests with encoded prompts; leaves transformer and device as they were."""
+        """Generate pictures of requests with encoded prompts; leaves denoiser and device as they were."""
         device = model_device(denoiser)
         was_training = denoiser.training
         denoiser.eval()
         config = self.config
-        kernel = partial(attention_by, config.speed.attention)
+        kernel = partial(use_attention, config.speed.attention)
         sampler = Sampler(
             denoiser, config.model, config.precision, self.modulation, attention=kernel, objective=config.objective
         )
@@ -181,7 +185,7 @@ class Previews:
             return None
         columns: list[tuple[str, list[Image.Image | None]]] = []
         for state in [self.folder / BASE, self.folder / START, *sorted(self.folder.glob("step-*"))]:
-            cells = [None if file is None else self._read(file, loaded) for file in self._found(state)]
+            cells = [None if file is None else self._read(file, load_image) for file in self._find(state)]
             if any(cells):
                 title = state.name if state.name in (BASE, START) else f"step {int(state.name[5:])}"
                 columns.append((title, cells))
@@ -198,11 +202,11 @@ class Previews:
 
 
 def name_of(number: int) -> str:
-    """The file of a validation picture."""
+    """Return the file of a validation picture."""
     return f"prompt-{number:02d}.png"
 
 
-def loaded(file: Path) -> Image.Image:
-    """A whole picture in memory; an OSError, SyntaxError or ValueError if the file is damaged."""
+def load_image(file: Path) -> Image.Image:
+    """Load a whole picture into memory. Raises OSError, SyntaxError or ValueError if the file is damaged."""
     with Image.open(file) as image:
         return image.convert("RGB")

@@ -26,7 +26,7 @@ from simpletune.runs.folder import DRIFT
 from simpletune.runs.repair import CHANGED, set_aside
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
-from simpletune.stages.step.variant import untrained
+from simpletune.stages.step.variant import restore_base
 from simpletune.system.disk import room_for
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import WeightReader, content_hash, read_header, write_safetensors
@@ -48,7 +48,7 @@ class ValidationFigures:
     """Their standard errors over the samples."""
 
     def row(self) -> Json:
-        """The figures as recorded: six digits, except for the loss."""
+        """Return the figures as recorded: six digits, except for the loss."""
         found: Json = {"eval_loss": self.loss, "eval_losses": list(map(_short, self.losses))}
         if self.drift:
             found["drift"] = {group: _short(value) for group, value in self.drift.items()}
@@ -68,16 +68,15 @@ class LossEvaluator:
         self.samples = samples
 
     def evaluate(self, denoiser: Denoiser, step: int) -> ValidationFigures | None:
-        """Evaluate the model with its adapter, not wrapped, after ``step`` steps: at 0 it is the base; None if there
-        are no samples."""
-        return self._evaluated(denoiser, self._write_base if step == 0 else self._beside_base)
+        """Evaluate the unwrapped model after ``step`` steps, 0: the base; None if there are no samples."""
+        return self._evaluate(denoiser, self._write_base if step == 0 else self._compare_with_base)
 
     def evaluate_start(self, denoiser: Denoiser) -> ValidationFigures | None:
-        """The same of the LoRA that training begins with."""
-        return self._evaluated(denoiser, self._beside_base)
+        """Evaluate the LoRA that training begins with."""
+        return self._evaluate(denoiser, self._compare_with_base)
 
     @torch.no_grad()
-    def _evaluated(
+    def _evaluate(
         self, denoiser: Denoiser, figures: Callable[[Denoiser], ValidationFigures]
     ) -> ValidationFigures | None:
         if not self.samples:
@@ -89,17 +88,17 @@ class LossEvaluator:
         finally:
             denoiser.train(was_training)
 
-    def _beside_base(self, denoiser: Denoiser) -> ValidationFigures:
+    def _compare_with_base(self, denoiser: Denoiser) -> ValidationFigures:
         base = self._base(denoiser)
-        return finite_passes(denoiser, lambda: self._compared(denoiser, base))
+        return finite_passes(denoiser, lambda: self._compare(denoiser, base))
 
     @cached_property
     def groups(self) -> dict[str, list[PlannedSample]]:
-        """The draws of each group of prompts."""
+        """The samples of each group of prompts."""
         return drift_groups(self.core.config.validation, self.batches.plan.evaluation(self.samples))
 
     def _base(self, denoiser: Denoiser) -> dict[str, Tensor] | None:
-        """The base's predictions by group and number; None if they are lost and the base itself is trained."""
+        """Load the base's predictions by group and number; None if they are lost and the base itself is trained."""
         # Those of another start differ if a prompt or the number of samples has changed.
         if not self._is_known():
             if self.adapter.trains_base:
@@ -108,7 +107,7 @@ class LossEvaluator:
         return WeightReader([self.file]).get_all()
 
     def _is_known(self) -> bool:
-        """Whether the stored predictions are those of these samples; damaged ones are set aside."""
+        """Return whether the stored predictions are those of these samples; damaged ones are set aside."""
         if not self.file.is_file():
             return False
         try:
@@ -119,10 +118,10 @@ class LossEvaluator:
         if not sound:
             set_aside(self.file, CHANGED)
             return False
-        return bool(about.get("of") == self._of())
+        return bool(about.get("of") == self._identity())
 
-    def _of(self) -> str:
-        """What the predictions depend on besides the base and the latents: samples and prompts."""
+    def _identity(self) -> str:
+        """Return what the predictions depend on besides the base and the latents: samples and prompts."""
         groups = self.groups.items()
         return json.dumps(
             {group: [[d.view.image.digest, d.caption, d.level] for d in samples] for group, samples in groups}
@@ -139,21 +138,21 @@ class LossEvaluator:
                     losses.extend([loss] if group == TRAINED else [])
             return found, losses
 
-        with nullcontext() if self.adapter.trains_base else untrained(self.adapter, denoiser):
+        with nullcontext() if self.adapter.trains_base else restore_base(self.adapter, denoiser):
             found, losses = finite_passes(denoiser, predict)
         with room_for("writing the base's predictions", self.file.parent):
-            write_safetensors(found, self.file, {"of": self._of()}, HASH)
+            write_safetensors(found, self.file, {"of": self._identity()}, HASH)
         none = dict.fromkeys(self.groups, 0.0)
         return ValidationFigures(*_mean_and_each(losses), none, none)
 
     def _passes(self, denoiser: Denoiser, samples: list[PlannedSample]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the prediction and the loss [] of each draw."""
-        for batch in self.batches.one_by_one(samples):
+        """Yield the prediction and the loss [] of each sample."""
+        for batch in self.batches.single_batches(samples):
             poll()
             prediction = self.core.variant.predict(denoiser, batch)
             yield prediction, self.core.variant.loss(prediction, batch)
 
-    def _compared(self, denoiser: Denoiser, base: dict[str, Tensor] | None) -> ValidationFigures:
+    def _compare(self, denoiser: Denoiser, base: dict[str, Tensor] | None) -> ValidationFigures:
         losses: list[Tensor] = []
         change: dict[str, list[Tensor]] = {}
         for group, samples in self.groups.items():
@@ -180,7 +179,7 @@ def _mean_and_each(losses: list[Tensor]) -> tuple[float, list[float]]:
 
 
 def _relative(pairs: list[list[float]]) -> list[float] | None:
-    """Each sample's squared change over the mean square of the base's predictions; their mean is the drift."""
+    """Divide each sample's squared change by the mean square of the base's predictions; their mean is the drift."""
     scale = fmean(square for _, square in pairs)
     if scale == 0:  # as with an output layer that starts at zero: no change is a drift of 0, another no multiple
         return None if any(change for change, _ in pairs) else [0.0] * len(pairs)

@@ -1,4 +1,4 @@
-"""Evaluate and draw before, during and after training."""
+"""Evaluate and generate before, during and after training."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class OptionalTasks:
 
 
 class Validator:
-    """Computes the validation loss and draws the validation pictures when they are due; a failure is only a warning.
+    """Computes the validation loss and generates the validation pictures when due; a failure is only a warning.
 
     Args:
         config: configuration as the user gave it.
@@ -73,8 +73,14 @@ class Validator:
         trackers: Trackers,
         tasks: OptionalTasks,
     ):
-        self.config, self.folder, self.core, self.plan, self.stages = config, folder, core, prepared.plan, stages
-        self.attempt, self.trackers, self.tasks = attempt, trackers, tasks
+        self.config = config
+        self.folder = folder
+        self.core = core
+        self.plan = prepared.plan
+        self.stages = stages
+        self.attempt = attempt
+        self.trackers = trackers
+        self.tasks = tasks
         self.has_start = has_start(config)
         self.evaluator = LossEvaluator(core, batches, config.adapter, folder, samples)
         self.previews = Previews(core.config, prepared.requests, prepared.text, folder / "samples", core)
@@ -87,7 +93,7 @@ class Validator:
         return {"eval_loss_is": name, "held_out_pictures": held_out}
 
     def before_training(self, start: int, steps: int) -> None:
-        """Evaluate and draw before the first step of this process, if that is still to be done."""
+        """Evaluate and generate before the first step of this process, if that is still to be done."""
         if start == 0:
             before = self.try_to_evaluate(0)
             write_json(self.folder / EVALUATION, {"eval_loss": before, **self.evaluated_on})
@@ -101,10 +107,10 @@ class Validator:
             if first is not None:
                 write_json(self.folder / EVALUATION, {"eval_loss": first["eval_loss"], **self.evaluated_on})
         if start < steps:
-            self.after_step(start)  # if the run was stopped while evaluating or drawing
+            self.after_step(start)  # if the run was stopped while evaluating or generating
 
     def after_step(self, step: int) -> None:
-        """Evaluate and draw if due after ``step`` steps; skips what a stopped run has already done."""
+        """Evaluate and generate if due after ``step`` steps; skips what a stopped run has already done."""
         if self.evaluator.samples and is_validation_due(self.config, step):
             if not any(row["step"] == step for row in read_rows(self.folder / EVALUATIONS)):
                 self.try_to_evaluate(step)
@@ -118,7 +124,7 @@ class Validator:
         return self.tasks.run(EVALUATING, self.evaluate, step)
 
     def try_to_generate(self, step: int) -> None:
-        """Draw the validation pictures, the base's too if they are not there, and the sheet of all."""
+        """Generate the validation pictures, the base's too if they are not there, and the sheet of all."""
         self.tasks.run(GENERATING_BASE, self.generate_base, step)
         if step or self.has_start:
             self.tasks.run(GENERATING, self.generate, step)

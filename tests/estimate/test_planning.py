@@ -14,7 +14,7 @@ import torch
 from plan_search import config_of, searches_share_what_they_predict  # noqa: F401
 
 from simpletune.apps.cli.main import main
-from simpletune.config.check import may_recompute_alone
+from simpletune.config.check import can_recompute_feed_forward
 from simpletune.config.load import read_config
 from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.estimate import planning
@@ -72,7 +72,7 @@ def test_a_list_has_every_way_to_keep_blocks_by_decreasing_memory(config_of) -> 
         config = config_of(f"adapter.method={method}")
         ways = [
             name.split(", ")[-1]
-            for name, _ in block_options(config.model.architecture.blocks(), may_recompute_alone(config))
+            for name, _ in block_options(config.model.architecture.blocks(), can_recompute_feed_forward(config))
         ]
         for candidates in itertools.islice(candidate_lists(config, L4), 2):
             assert [choice.about.split(", ")[-1] for choice in candidates] == ways[: len(candidates)]

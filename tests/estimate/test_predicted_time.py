@@ -27,7 +27,7 @@ from simpletune.estimate.timing.sections import KernelWork, StreamWork
 from simpletune.runs.folder import PLANNED, PREDICTED, predicted_time, put_predicted
 from simpletune.runs.report import make_report
 from simpletune.runs.report.markdown import markdown
-from simpletune.runs.summary import beside_measured, time_lines
+from simpletune.runs.summary import compare_with_measured, time_lines
 from simpletune.stages.plan_data import plan_data
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import cpu_name
@@ -189,9 +189,9 @@ def test_a_prediction_stands_beside_what_the_run_took(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")  # 0.5 s a step, 3 s a stage, 360 s in all
     file = run / "summary.json"
     summary = json.loads(file.read_text())
-    assert beside_measured(run, summary) is None
+    assert compare_with_measured(run, summary) is None
     put_predicted(run, 40, 4, None, a_prediction())
-    found = beside_measured(run, summary)
+    found = compare_with_measured(run, summary)
     assert found is not None and found["seconds_per_step"] == {"predicted": 0.4, "measured": 0.5, "ratio": 0.8}
     assert {name: pair["ratio"] for name, pair in found["stages"].items()} == {"text": 2.0, "train": 0.5}
     assert found["seconds"] == {"predicted": 7.5, "measured": 6.0, "ratio": 1.25}
@@ -211,12 +211,12 @@ def test_another_length_is_compared_by_its_step_and_a_damaged_prediction_set_asi
     run = write_run(tmp_path / "run", steps=20)
     summary = json.loads((run / "summary.json").read_text())
     put_predicted(run, 20, 4, None, a_prediction())
-    found = beside_measured(run, summary)
+    found = compare_with_measured(run, summary)
     assert found is not None and found["seconds_per_step"]["ratio"] == 0.8 and not {"stages", "seconds"} & set(found)
     assert len(list(time_lines(found))) == 1
     for damaged in ('{"seconds_per_step": "fast"}', '{"steps": 20, "time": {"seconds_per_step": "fast"}}'):
         (run / PREDICTED).write_text(damaged)
-        assert beside_measured(run, summary) is None
+        assert compare_with_measured(run, summary) is None
         assert "predicted.json is damaged" in capsys.readouterr().out and not (run / PREDICTED).exists()
 
 

@@ -43,7 +43,7 @@ def test_buckets_of_64_by_hand() -> None:
     assert buckets(64, 1.0) == [(64, 64)]
 
 
-@pytest.mark.parametrize(("picture", "bucket"), [((300, 200), (80, 48)), ((10, 12), (64, 64)), ((1, 9), (32, 128))])
+@pytest.mark.parametrize(("image", "bucket"), [((300, 200), (80, 48)), ((10, 12), (64, 64)), ((1, 9), (32, 128))])
 def test_nearest_bucket(image: tuple[int, int], bucket: tuple[int, int]) -> None:
     assert nearest(buckets(64, 4.0), *image) == bucket
 

@@ -24,10 +24,10 @@ from simpletune.runs.best_checkpoint import (
     LAST,
     USER,
     choose_best,
+    evaluations_since_best,
     is_lower,
     paired_difference,
     put_choice,
-    since_best,
     step_to_keep,
 )
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
@@ -102,7 +102,7 @@ def test_steps_that_were_not_saved_and_the_base_are_no_choice(tmp_path: Path) ->
     run = run_of(tmp_path, {0: [0.1, 0.2], 50: [0.2, 0.3], 100: [1.0, 2.0], 150: [0.4, 0.5]}, saved=[100])
     found = choose_best(run)
     assert found is not None and (found.step, step_to_keep(run)) == (100, 100) and "150" not in found.why
-    assert since_best(run) == 3  # the base is the best, of saved steps or not
+    assert evaluations_since_best(run) == 3  # the base is the best, of saved steps or not
 
 
 def test_a_last_one_that_was_not_evaluated_is_taken(tmp_path: Path) -> None:
@@ -222,14 +222,14 @@ def test_drift_is_the_change_of_the_prediction(method: str, tiny_config: dict, m
     config = evaluated_config(tiny_config) | {"train": {"steps": 4, "batch_size": 2}}
     config["adapter"] = {"method": method} | ({"rank": 2} if method == "lora" else {})
     seen: list[dict[str, torch.Tensor]] = []
-    compare = LossEvaluator._compared
+    compare = LossEvaluator._compare
 
     def watched(self: LossEvaluator, transformer, base):
         passes = {group: self._passes(transformer, draws) for group, draws in self.groups.items()}
         seen.append({f"{group}.{n}": p for group, found in passes.items() for n, (p, _) in enumerate(found)})
         return compare(self, transformer, base)
 
-    monkeypatch.setattr(LossEvaluator, "_compared", watched)
+    monkeypatch.setattr(LossEvaluator, "_compare", watched)
     folder = train(validate(config, "test"))
     base = WeightReader([folder / DRIFT]).get_all()
     rows = {row["step"]: row for row in read_rows(folder / "evaluations.jsonl")}

@@ -13,7 +13,7 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder
-from simpletune.runs.folder import CHOSEN, chosen_before
+from simpletune.runs.folder import CHOSEN, read_chosen
 from simpletune.runs.resume import check_resumable
 from simpletune.system.locks import exclusive
 from simpletune.training.set_up import announce_resume
@@ -98,6 +98,6 @@ def test_a_base_by_name_is_not_looked_for_in_a_folder_of_that_name(tmp_path: Pat
         config=before, manifest=[], processes=1, micro_batches=1, folder=run, base={}, step=2, versions={}
     )
     prepared = SimpleNamespace(plan=SimpleNamespace(steps_per_epoch=1, manifest=list))
-    chosen = chosen_before(resolve_folders(config))
+    chosen = read_chosen(resolve_folders(config))
     announce_resume(saved, config, prepared, 1, 1, chosen)  # type: ignore[arg-type]
     assert f"resume  from {run}: step 2 of 4" in capsys.readouterr().out and chosen["checkpointed"] == 2

@@ -33,7 +33,7 @@ from simpletune.stages.sample import (
     encode_inputs,
     generate_images,
     mask_pixels,
-    pasted,
+    paste_original,
     reads_images,
 )
 from simpletune.stages.text_cache import TextCache
@@ -153,8 +153,8 @@ def test_requests_of_one_batch_are_drawn_as_alone(
 
 def test_pasting_keeps_every_pixel_outside_the_mask(request_: ImageRequest) -> None:
     green = Image.new("RGB", SIZE, (0, 255, 0))
-    assert pasted(green, request_) is green
-    found = np.asarray(pasted(green, replace(request_, paste=True)))
+    assert paste_original(green, request_) is green
+    found = np.asarray(paste_original(green, replace(request_, paste=True)))
     inside, before = mask_pixels(request_, 8)[0, 0].bool().numpy(), np.asarray(Image.open(str(request_.image)))
     assert (found[inside] == (0, 255, 0)).all() and (found[~inside] == before[~inside]).all()
     assert 0.2 < inside.mean() < 0.5

@@ -193,8 +193,8 @@ def draws(step: int, micro: int) -> list[PlannedSample]:
 
 def test_a_plan_reads_no_prompts_where_modulations_follow_from_the_time_alone() -> None:
     plan = plan_of("Z-Image", 2)
-    assert plan.prompts_with(3) is None and plan.steps_with(3) == range(2, 4)
-    rows = plan.of_step(3)
+    assert plan.window_prompts_steps(3) is None and plan.window_steps(3) == range(2, 4)
+    rows = plan.step_modulations(3)
     assert rows.shape == (3, 2, CASES["Z-Image"].width)
     levels = torch.tensor([draw.level for draw in draws(3, 1)])
     torch.testing.assert_close(rows[1], plan.modulation(1000 * levels, None), rtol=1e-4, atol=1e-4)
@@ -207,9 +207,9 @@ def test_a_window_that_does_not_fit_into_memory_is_refused(
     plan, step = plan_of("Qwen-Image", window), 3 * 2 * 832 * 4  # passes, rows, modulations, bytes
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=step * window // 2 + step // 4))
     with pytest.raises(UserError, match=rf"memory.modulation_window: {window} computes 0 MiB .* {remedy}"):
-        plan.of_step(0)
+        plan.step_modulations(0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=step * window))
-    assert plan.of_step(0).nbytes == step
+    assert plan.step_modulations(0).nbytes == step
 
 
 def test_modulation_in_blocks_is_spared_four_bits_and_the_root_has_parameters() -> None:

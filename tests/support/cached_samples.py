@@ -29,7 +29,7 @@ def sample(key: str) -> dict[str, torch.Tensor]:
 def fill(cache: Cache, keys: list[str] = KEYS, share: KeyRange = ALONE) -> list[str]:
     """Encode missing samples as the prepare stages do."""
     made = []
-    for group in cache.claimed(cache.lacking(keys, share), share, 4):
+    for group in cache.claim(cache.lacking(keys, share), share, 4):
         for key in group:
             cache.save(key, sample(key))
             made.append(key)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from simpletune.config.load import validate
-from simpletune.runs.folder import chosen_before
+from simpletune.runs.folder import read_chosen
 from simpletune.system import threads
 from simpletune.system.options import UserError
 from simpletune.system.threads import ASKED, AUTO, WAITING, choose_threads, prepare_threads, usable_cores
@@ -99,7 +99,7 @@ def test_a_resumed_run_keeps_its_number(
     config = tiny_config | {"train": tiny_config["train"] | {"steps": 1}, "checkpoint": {"every": 1}}
     try:
         train(validate(config, "test"))
-        assert chosen_before(validate(config, "test"))["threads"] == torch.get_num_threads() == 8
+        assert read_chosen(validate(config, "test"))["threads"] == torch.get_num_threads() == 8
         monkeypatch.undo()
         monkeypatch.setenv(AUTO, "1")
         capsys.readouterr()

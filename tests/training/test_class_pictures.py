@@ -85,7 +85,7 @@ def test_processes_wait_for_each_others_prompts_only_in_a_folder(
     place = config.output.place if cache == "folder" else CachePlace(config.output.place.folder, "shards", cache)
     monkeypatch.setattr(type(config.output), "place", property(lambda self: place))
     two: Any = SimpleNamespace(device=torch.device("cpu"), process_index=1, num_processes=2)
-    done: Any = SimpleNamespace(claimed=lambda *_: [])
+    done: Any = SimpleNamespace(claim=lambda *_: [])
     class_images.generate_missing(config, class_requests(config, config.prior), done, two)
     assert given == [KeyRange(1, 2) if cache == "folder" else KeyRange()]
 

@@ -185,7 +185,7 @@ def test_what_is_asked_too_late_or_before_the_start_is_refused(tiny_config: dict
 def test_a_picture_does_not_decide_which_blocks_later_evaluations_compute_in_fp32() -> None:
     model, blocks = torch.nn.Linear(1, 1), Fp16Blocks.__new__(Fp16Blocks)
     model.__dict__["fp16_blocks"], blocks.wide_in_generation = blocks, frozenset({3})
-    with requested_images.unchanged(model):
+    with requested_images.restore_fp16_blocks(model):
         blocks.wide_in_generation = frozenset({3, 7})
     assert blocks.wide_in_generation == {3}
 
@@ -297,10 +297,10 @@ def test_the_run_s_own_prediction_serves_for_pictures_like_those_of_its_validati
     config = validate(tiny_config, "tiny")
     for changes, alike in (({}, True), ({"seed": 9}, True), ({"width": 16}, False), ({"steps": 3}, False)):
         asked = GenerateRequest(id="now", prompt="another", **changes)
-        assert requested_images.is_alike(config, requested_images.validation_for(config, asked)) is alike
+        assert requested_images.has_predicted_peak(config, requested_images.validation_for(config, asked)) is alike
     tiny_config["validation"]["prompts"] = []
     config = validate(tiny_config, "tiny")
-    assert not requested_images.is_alike(config, config.validation)
+    assert not requested_images.has_predicted_peak(config, config.validation)
 
 
 def test_looking_costs_little_and_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

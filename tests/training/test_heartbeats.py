@@ -154,7 +154,7 @@ def test_others_that_are_there_are_not_waited_for(of_two: int, monkeypatch: pyte
         store = None
         while store is None:
             store = heartbeats._connect(timedelta(seconds=2))
-        assert heartbeats._missing(store, 1, 2) == []
+        assert heartbeats._find_missing(store, 1, 2) == []
 
     impatient(monkeypatch, said=60)
     thread = threading.Thread(target=other)

@@ -80,7 +80,7 @@ def test_a_command_freezes_what_it_has_set_up_before_the_first_step(
     """Only a command's process: one that trains again could not free the model before."""
     frozen: list[str] = []
     monkeypatch.setattr(trainer, "freeze", lambda: frozen.append("now"))
-    monkeypatch.setattr(trainer.Metrics, "launched", lambda *_: frozen.append("step") or 1 / 0)
+    monkeypatch.setattr(trainer.Metrics, "record_launch", lambda *_: frozen.append("step") or 1 / 0)
     config = validate(tiny_config, "test")
     with pytest.raises(ZeroDivisionError):
         if command:

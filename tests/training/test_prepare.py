@@ -371,7 +371,7 @@ def test_validation_prompts_are_prepared_too_and_long_ones_are_told(data: dict, 
     data["validation"]["negative_prompt"] = "blurry"
     prepared = run(data)
     assert {long, "blurry"} < set(calls.of("clip_l")) and prepared.requests[0].prompt == long
-    assert prepared.text.too_long([long, "blurry"]) == [long]
+    assert prepared.text.truncated_prompts([long, "blurry"]) == [long]
     data["validation"]["prompts"] = None
     assert [request.prompt for request in run(data).requests] == ["a red circle"]
 

@@ -16,7 +16,7 @@ from simpletune.adapters.methods.full import Full
 from simpletune.apps.web.run.matrix import matrix_of
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
-from simpletune.runs.report.validation_images import row_titles, validation_images
+from simpletune.runs.report.image_rows import row_titles, validation_images
 from simpletune.stages.png import generation_parameters, save_png
 from simpletune.stages.sample import ImageRequest
 from simpletune.training import validation_images as module
@@ -53,7 +53,7 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
         previews.is_base = False
 
-    monkeypatch.setattr(module, "untrained", of_base)
+    monkeypatch.setattr(module, "restore_base", of_base)
 
 
 def previews(folder: Path, *requests: ImageRequest, full: bool = False) -> Drawing:
@@ -146,14 +146,14 @@ def test_a_picture_that_cannot_be_read_now_is_left_out_and_kept(
 ) -> None:
     at = previews(tmp_path, RED)
     validate(at, 0), validate(at, 2)
-    file, honest = tmp_path / "step-000002/prompt-00.png", module.loaded
+    file, honest = tmp_path / "step-000002/prompt-00.png", module.load_image
 
     def fail(place: Path) -> Image.Image:
         if place == file:
             raise OSError(5, "Input/output error")
         return honest(place)
 
-    monkeypatch.setattr(module, "loaded", fail)
+    monkeypatch.setattr(module, "load_image", fail)
     for step in (4, 6):
         assert cells(validate(at, step))[0][:2] == [grey(RED, True), grey(RED, False)]
     assert capsys.readouterr().out.count("cannot be read (Input/output error)") == 1 and file.is_file()

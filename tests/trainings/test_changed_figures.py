@@ -16,8 +16,8 @@ from simpletune.runs.folder import (
     BEST,
     CHOSEN,
     SCORES,
-    chosen_before,
     put_chosen,
+    read_chosen,
     read_json_or_none,
     read_rows,
     read_scores,
@@ -152,12 +152,12 @@ def test_a_changed_choice_is_not_followed(tiny_config: dict, tmp_path: Path, cap
     put_chosen(config, config, threads=2)
     (run / BEST).write_text(json.dumps(with_sum({"step": 200})))
     (run / SCORES).write_text(json.dumps(with_sum({"points": [{"step": 200, "value": 0.25}]}), indent=2))
-    assert chosen_before(config)["threads"] == 2 and read_json_or_none(run / BEST) == {"step": 200}
+    assert read_chosen(config)["threads"] == 2 and read_json_or_none(run / BEST) == {"step": 200}
     assert read_scores(run) == {"points": [{"step": 200, "value": 0.25}]}
     for name in (CHOSEN, BEST, SCORES):
         text = (run / name).read_text()
         (run / name).write_text(text.replace("2", "3", 1))
-    assert chosen_before(config) == {}
+    assert read_chosen(config) == {}
     assert "chosen.json is damaged: set aside as chosen.json.damaged" in capsys.readouterr().out
     for name in (BEST, SCORES):
         with pytest.raises(UserError, match=rf"{name} is damaged \(its checksum does not match\)"):

@@ -247,7 +247,7 @@ def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(
     data = unwatched(ground, "odd", train=train, output={"cache": str(tmp_path / "cache")})
     config = validate(data, "test")
     plan = make_plan(config, config.data.scan(Path(config.data.path)).images)
-    views = [plan.micro_batch(0, RankMicroBatches(process, 2).of(plan.areas(0))[0])[0].view for process in (0, 1)]
+    views = [plan.micro_batch(0, RankMicroBatches(process, 2).select(plan.areas(0))[0])[0].view for process in (0, 1)]
     for file in (tmp_path / "cache" / "latents").rglob("*.safetensors"):
         with safe_open(file, "pt") as handle:
             key, z_0 = handle.metadata()["key"], handle.get_tensor("z_0")

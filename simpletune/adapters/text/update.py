@@ -89,7 +89,7 @@ class TextUpdate(nn.Module):
             inject_adapter_in_model(config, self.encoders[name])
             compute_in_output_type(self.encoders[name])
 
-    def at_step(self, step: int, steps: int) -> None:
+    def follow_schedule(self, step: int, steps: int) -> None:
         """Freeze the embeddings after their last step: without a gradient, no optimizer changes them."""
         option = self.option.embeddings
         self.frozen = option is not None and option.stop_at < 1 and step >= max(1, round(option.stop_at * steps))

@@ -18,7 +18,7 @@ from simpletune.apps.serve.limits import GUIDANCE, SCALE, Limits
 from simpletune.config.error_text import did_you_mean, problems_of, show
 from simpletune.data.sources.image_files import decode, decode_mask, header_size
 from simpletune.data.sources.source import UnusableImage
-from simpletune.stages.sample import ImageRequest, fitted
+from simpletune.stages.sample import ImageRequest, fit_inputs
 from simpletune.system import strict_json
 from simpletune.system.options import Option, Problem, UserError
 from simpletune.system.strict_json import JsonError, JsonValue
@@ -235,7 +235,7 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ServedImage]:
         if unusable:
             continue
         try:
-            request = fitted(replace(capabilities.defaults, **values), capabilities.place)
+            request = fit_inputs(replace(capabilities.defaults, **values), capabilities.place)
         except UserError as error:
             without.append(Problem(f"instances.{number}.mask_image", str(error).removeprefix("--mask: ")))
             continue

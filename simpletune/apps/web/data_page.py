@@ -48,7 +48,7 @@ from simpletune.commands.inspect_data.scan import DatasetReport
 from simpletune.commands.inspect_data.thumbnails import thumbnail_of
 from simpletune.data.sources.caption_files import ChangedCaption, caption_content, write_caption
 from simpletune.data.sources.source import UnusableImage
-from simpletune.data.sources.walk import readable
+from simpletune.data.sources.walk import replace_surrogates
 from simpletune.system.atomic import write_json
 from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import Json, UserError, plural
@@ -188,7 +188,7 @@ def strip(request: Request) -> Response:
     """Show the first pictures of a folder that an upload has made, and where to go on with them."""
     found = data_set_of(request, request.query_params)
     files = found.files()
-    names = [readable(file.relative_to(found.folder).as_posix()) for file in files[:STRIP]]
+    names = [replace_surrogates(file.relative_to(found.folder).as_posix()) for file in files[:STRIP]]
     return render(request, "data_strip.html", data=found, query=found.query, names=names, count=len(files))
 
 

@@ -35,7 +35,7 @@ from simpletune.data.sources.masks import without_masks
 from simpletune.data.sources.source import Mask, UnusableImage
 from simpletune.data.sources.table import SUFFIXES as TABLES
 from simpletune.data.sources.table import Table
-from simpletune.data.sources.walk import SUFFIXES, is_text, read_regular, readable, walk
+from simpletune.data.sources.walk import SUFFIXES, is_text, read_regular, replace_surrogates, walk
 from simpletune.models.families import FAMILIES
 from simpletune.models.shared.buckets import Size, upscaling
 from simpletune.system.options import UserError
@@ -266,7 +266,7 @@ def _captions_elsewhere(
         return read_captions(folder, files)
     entries = []
     for file in files:
-        name = readable(file.relative_to(folder).as_posix())
+        name = replace_surrogates(file.relative_to(folder).as_posix())
         try:
             entries.append(CaptionedImage(name, file, CaptionFile(file, "\n".join(caption_of(file)))))
         except UnusableImage as reason:

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from simpletune import __version__
 from simpletune.apps.http import read_body
-from simpletune.data.sources.walk import SUFFIXES, readable
+from simpletune.data.sources.walk import SUFFIXES, replace_surrogates
 from simpletune.system.package import ASSETS
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def render(request: Request, template: str, status: int = 200, **values: object)
     """Render a template of ``assets/web``: a whole page extends ``base.html``, a part does not. The request's path
     marks the current entry of the navigation."""
     text = jinja_environment().get_template(template).render(path=request.url.path, **values)
-    return HTMLResponse(readable(text), status)  # names of files need not be UTF-8
+    return HTMLResponse(replace_surrogates(text), status)  # names of files need not be UTF-8
 
 
 async def read_form(request: Request) -> Form:

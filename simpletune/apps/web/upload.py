@@ -27,7 +27,7 @@ from simpletune.data.sources.folder_names import meaning
 from simpletune.data.sources.image_files import decode
 from simpletune.data.sources.masks import LABEL
 from simpletune.data.sources.source import UnusableImage
-from simpletune.data.sources.walk import MAX_BYTES, OTHER_IMAGES, SUFFIXES, read_regular, too_large
+from simpletune.data.sources.walk import MAX_BYTES, OTHER_IMAGES, SUFFIXES, format_too_large, read_regular
 from simpletune.system.atomic import remove, remove_stale, temporary_path
 from simpletune.system.disk import DiskFull, describe_full_disk, existing_parent, format_bytes, free_disk_bytes
 from simpletune.system.options import UserError, plural
@@ -150,7 +150,7 @@ class Upload:
             raise UserError(f"The upload has more than {MOST_FILES:,} files. Divide it over several folders")
         kind = kind_of(path_parts(path))
         if kind is not None and size > LIMITS[kind]:
-            raise UnusableImage(too_large(size, LIMITS[kind]))
+            raise UnusableImage(format_too_large(size, LIMITS[kind]))
         return kind
 
     def leave_out(self, path: str, reason: UnusableImage, within: str = "") -> None:
@@ -174,7 +174,7 @@ class Upload:
                 size += len(chunk)
                 self._bytes += len(chunk)
                 if size > LIMITS[kind]:
-                    raise UnusableImage(too_large(size, LIMITS[kind]))
+                    raise UnusableImage(format_too_large(size, LIMITS[kind]))
                 if self._bytes > MOST_BYTES:
                     most = format_bytes(MOST_BYTES)
                     raise UserError(f"The upload is larger than {most}. Divide it over several folders")

@@ -15,7 +15,7 @@ from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.masks import without_masks
 from simpletune.data.sources.sidecars import METADATA_CSV
 from simpletune.data.sources.source import RejectedEntry, UnusableImage
-from simpletune.data.sources.walk import is_text, readable, walk
+from simpletune.data.sources.walk import is_text, replace_surrogates, walk
 from simpletune.system.console import note
 from simpletune.system.options import UserError
 
@@ -96,7 +96,7 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
                     raise UnusableImage("its file name is not UTF-8 text. Rename it")
                 before = caption_file(root, file)
             except UnusableImage as reason:
-                work.rejected.append(RejectedEntry(readable(name), str(reason)))
+                work.rejected.append(RejectedEntry(replace_surrogates(name), str(reason)))
                 continue
             if before.file in texts:
                 work.sharing.append(name)

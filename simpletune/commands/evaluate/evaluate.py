@@ -20,7 +20,7 @@ from simpletune.data.demo import ENCODERS
 from simpletune.estimate.job_estimate import MIB
 from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.folder import SCORES
-from simpletune.runs.report.evaluations import about_scores
+from simpletune.runs.report.evaluations import describe_scores
 from simpletune.runs.weights_names import find_whole_run, run_config
 from simpletune.stages.sample import ImageRequest
 from simpletune.system.atomic import write_json
@@ -207,5 +207,5 @@ def lines(result: Json) -> list[str]:
         counts = {name: result["points"][0]["scores"][score][title]["n"] for score, name in shown}
         found.append(f"  {'n':<{width}}" + "".join(f"{count:>16}" for count in counts.values()))
     named = [score for score, _ in COLUMNS if result["points"][0]["scores"].get(score)]
-    found += [f"  {about_scores([score])}" for score in named]
+    found += [f"  {describe_scores([score])}" for score in named]
     return found

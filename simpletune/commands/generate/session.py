@@ -40,7 +40,7 @@ from simpletune.stages.sample import (
     Sampler,
     decode,
     encode_inputs,
-    pasted,
+    paste_original,
     reads_images,
 )
 from simpletune.stages.text_cache import PromptStore
@@ -170,7 +170,7 @@ class GenerationSession:
             with self.stages.stage("decode"):
                 clock = time.perf_counter()
                 decoded = decode(vae, config.model, z)
-                images = [pasted(image, request) for image, request in zip(decoded, requests, strict=True)]
+                images = [paste_original(image, request) for image, request in zip(decoded, requests, strict=True)]
             done[weights] = GeneratedImages(weights, images, z, denoise, (time.perf_counter() - clock) / len(z))
         del vae
         free_memory(self.device)

@@ -104,7 +104,7 @@ class FolderContents:
     @cached_property
     def lost_masks(self) -> list[Path]:
         """The masks that training does not find."""
-        return self.masks.lost(self.folder)
+        return self.masks.list_lost(self.folder)
 
     @property
     def words(self) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Literal
 from simpletune.data.sources.caption_files import CaptionFile, ChangedCaption, caption_file, write_caption
 from simpletune.data.sources.captions import one_line
 from simpletune.data.sources.source import UnusableImage
-from simpletune.data.sources.walk import is_text, readable
+from simpletune.data.sources.walk import is_text, replace_surrogates
 from simpletune.system.options import UserError
 
 LONGEST_TAG = 60  # characters; longer text between two separators is a sentence
@@ -36,7 +36,9 @@ def read_captions(root: Path, images: Iterable[Path]) -> list[CaptionedImage]:
     for file in images:
         name = file.relative_to(root).as_posix()
         if not is_text(name):
-            entries.append(CaptionedImage(readable(name), file, None, "its file name is not UTF-8 text. Rename it"))
+            entries.append(
+                CaptionedImage(replace_surrogates(name), file, None, "its file name is not UTF-8 text. Rename it")
+            )
             continue
         try:
             entries.append(CaptionedImage(name, file, caption_file(root, file)))

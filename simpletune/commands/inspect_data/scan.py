@@ -23,7 +23,7 @@ from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.augmentation import format_augmentation
 from simpletune.data.sources.image_files import decode, has_more_frames
-from simpletune.data.sources.multi_source import scan_sources, source_notes, stopping, too_small
+from simpletune.data.sources.multi_source import find_too_small, scan_sources, source_notes, stopping_entries
 from simpletune.data.sources.source import RejectedEntry, SourceImage, UnusableImage
 from simpletune.models.shared.buckets import Size, covering_size, upscaling
 from simpletune.models.text.encoder import TextEncoder
@@ -139,7 +139,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     if config.data.streamed:  # its split draws from all rows, not only from the examined ones
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
     scan, inpaints = scan_sources(config.data), known_to_inpaint(config)
-    small = too_small(scan.images, config.data, config.model.architecture.multiple)
+    small = find_too_small(scan.images, config.data, config.model.architecture.multiple)
     images = _prefix_names(drop_rejected(scan.images, small), config)
     found = DatasetReport(
         ", ".join(dict.fromkeys(names)) or config.data.place,
@@ -148,7 +148,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
         [*scan.rejected, *small],
         dict(scan.left_alone),
     )
-    found.on_error = "stop" if stopping(config.data, found.rejected) else "skip"
+    found.on_error = "stop" if stopping_entries(config.data, found.rejected) else "skip"
     found.resolution, found.hints = config.data.resolution, scan.hints
     found.files = scan.files
     found.notes = (*scan.notes, *source_notes(config.data, scan.images, inpaints))

@@ -15,7 +15,7 @@ from simpletune.data.sources.image_files import decode
 from simpletune.data.sources.mask_files import mask_content, read_mask, write_mask
 from simpletune.data.sources.masks import without_masks
 from simpletune.data.sources.source import RejectedEntry, UnusableImage
-from simpletune.data.sources.walk import read_regular, readable, walk
+from simpletune.data.sources.walk import read_regular, replace_surrogates, walk
 from simpletune.system.console import progress, say
 from simpletune.system.extras import require_extra
 from simpletune.system.options import UserError, plural
@@ -120,7 +120,9 @@ def write_masks(sources: Sequence[Folder], file: Path) -> MaskResult:
                     else:
                         result.kept += 1
                 except UnusableImage as reason:
-                    result.rejected.append(RejectedEntry(readable(each.relative_to(root).as_posix()), str(reason)))
+                    result.rejected.append(
+                        RejectedEntry(replace_surrogates(each.relative_to(root).as_posix()), str(reason))
+                    )
                 advance()
     say(f"masks    {result.written:,} written; {plural(result.kept, 'picture')} had one")
     for entry in result.rejected:

@@ -27,8 +27,8 @@ ENCODERS = {
 def resolve(name: str, cache: Path) -> Path:
     """Locate a demo folder: one of `MODELS`, pipeline folders that ship with the tool; `demo:style`, 64 striped
     pictures, each with three captions that name the style by a trigger word; `demo:pictures`, 32 of them with one
-    caption each; `demo:subject`, 5 pictures of one particular figure. Draws pictures into `cache` if they are not
-    there. ValueError: the name is unknown."""
+    caption each; `demo:subject`, 5 pictures of one particular figure. Generates pictures into `cache` if they are not
+    there. Raises ValueError if the name is unknown."""
     if name in MODELS:
         return MODELS[name]
     known = [*MODELS, *DATA]

@@ -1,4 +1,4 @@
-"""Draw captioned pictures of coloured shapes from a seed, the demo's data set. Needs numpy and Pillow only.
+"""Render captioned pictures of coloured shapes from a seed, the demo's data set. Needs numpy and Pillow only.
 
 Legend: p and q are pixel rows and columns. Lengths are fractions of the picture's side, so that the same scene and
 seed give the same composition at every size.
@@ -93,7 +93,7 @@ class Scene:
 
 
 def words() -> tuple[str, ...]:
-    """Every word that a caption can contain, sorted: a closed vocabulary for a hand-written tokenizer."""
+    """Return every word that a caption can contain, sorted: a closed vocabulary for a hand-written tokenizer."""
     templates = " ".join([*TEMPLATES, SUBJECT_TEMPLATE]).replace(",", "")
     fixed = [word for word in templates.split() if not word.startswith("{")]
     tables = (SHAPES, COLOURS, BACKGROUNDS, SIZES, POSITIONS, STYLES, MEANINGLESS)
@@ -108,7 +108,8 @@ def caption(scene: Scene, template: int, trigger: str | None = None) -> str:
 
 
 def is_held_out(shape: str, colour: str, background: str) -> bool:
-    """Whether a triple is held out of training: 90 of the 720, one shape for each pair of colour and background."""
+    """Return whether a triple is held out of training: 90 of the 720, one shape for each pair of colour and
+    background."""
     row, column = list(COLOURS).index(colour), list(BACKGROUNDS).index(background)
     return (SHAPES.index(shape) + 3 * row + 5 * column) % len(SHAPES) == 0
 
@@ -145,36 +146,36 @@ def balanced_scenes(count: int, style: str) -> list[Scene]:
 
 
 def render(scene: Scene, pixels: int = 64, seed: int = 0) -> Image.Image:
-    """Draw a scene in RGB, antialiased; outlines need a side of about 48 pixels or more. ``seed`` is that of small
+    """Render a scene in RGB, antialiased; outlines need a side of about 48 pixels or more. ``seed`` is that of small
     variations of place, size, angle and shade, and of the brush strokes."""
     rng = np.random.default_rng([seed, 1])
     x, y = place(scene, pixels, rng)
     distance = DISTANCES[scene.shape](x, y) * SIZES[scene.size]  # [p, q], in fractions of the side
     colour, background = _shade(COLOURS[scene.colour], rng), _shade(BACKGROUNDS[scene.background], rng)
     if scene.style == "striped":
-        canvas = _striped(distance, colour, background, pixels, rng)
+        canvas = _render_stripes(distance, colour, background, pixels, rng)
     elif scene.style == "painted":
-        canvas = _painted(distance, colour, background, pixels, rng)
+        canvas = _render_strokes(distance, colour, background, pixels, rng)
     else:
-        canvas = _over(background, colour, _coverage(distance, pixels))
+        canvas = _blend(background, colour, _coverage(distance, pixels))
     return _to_image(canvas)
 
 
 def render_subject(background: str, size: str, position: str, pixels: int = 64, seed: int = 0) -> Image.Image:
-    """Draw the demo's particular figure, always in the same two colours: a yellow star on a purple disc."""
+    """Render the demo's particular figure, always in the same two colours: a yellow star on a purple disc."""
     scene = Scene(*SUBJECT[:2], background, size, position, "flat")
     return render_figure(scene, SUBJECT[2:], pixels, seed)
 
 
 def render_figure(scene: Scene, inner: tuple[str, str], pixels: int = 64, seed: int = 0) -> Image.Image:
-    """Draw a flat shape in the scene's, whose style is not read; ``inner`` is the inner one's shape and colour."""
+    """Render a flat shape in the scene's, whose style is not read; ``inner`` is the inner one's shape and colour."""
     rng = np.random.default_rng([seed, 1])
     x, y = place(scene, pixels, rng)
     canvas = _shade(BACKGROUNDS[scene.background], rng)
     outside = circle(x, y, radius=1.0) if scene.shape == "circle" else DISTANCES[scene.shape](x, y)  # room for a star
     inside = DISTANCES[inner[0]](x / 0.82, y / 0.82) * 0.82
     for distance, colour in ((outside, scene.colour), (inside, inner[1])):
-        canvas = _over(canvas, np.array(COLOURS[colour], dtype=float), _coverage(distance * SIZES[scene.size], pixels))
+        canvas = _blend(canvas, np.array(COLOURS[colour], dtype=float), _coverage(distance * SIZES[scene.size], pixels))
     return _to_image(canvas)
 
 
@@ -190,7 +191,7 @@ def place(scene: Scene, pixels: int, rng: np.random.Generator) -> tuple[Field, F
 
 
 def outline_colour(background: str | Field) -> RGB:
-    """Near black, or near white on a dark background."""
+    """Return a near black, or a near white on a dark background."""
     value = BACKGROUNDS[background] if isinstance(background, str) else background
     return (34, 30, 38) if float(np.mean(value)) > 100.0 else (240, 236, 228)
 
@@ -203,30 +204,31 @@ def _coverage(distance: Field, pixels: int) -> Field:
     return np.clip(0.5 - distance * pixels, 0.0, 1.0)  # share of each pixel inside: [p, q]
 
 
-def _over(below: Field, above: Field, share: Field) -> Field:
+def _blend(below: Field, above: Field, share: Field) -> Field:
     return below + (above - below) * share[..., None]  # [p, q, 3]
 
 
-def _striped(distance: Field, colour: Field, background: Field, pixels: int, rng: np.random.Generator) -> Field:
+def _render_stripes(distance: Field, colour: Field, background: Field, pixels: int, rng: np.random.Generator) -> Field:
     y, x = (np.mgrid[:pixels, :pixels] + 0.5) / pixels
     phase = ((x + y) * np.sqrt(0.5) / STRIPE_PERIOD + rng.random()) % 1.0
     stripe = (np.abs(phase - 0.5) - 0.25) * STRIPE_PERIOD  # signed distance to the pale stripes
-    fill = _over(colour, colour + (255.0 - colour) * TINT, _coverage(stripe, pixels))
+    fill = _blend(colour, colour + (255.0 - colour) * TINT, _coverage(stripe, pixels))
     line = np.array(outline_colour(background), dtype=float)
-    inked = _over(background, line, _coverage(distance - OUTLINE, pixels))
-    return _over(inked, fill, _coverage(distance, pixels))
+    inked = _blend(background, line, _coverage(distance - OUTLINE, pixels))
+    return _blend(inked, fill, _coverage(distance, pixels))
 
 
-def _painted(distance: Field, colour: Field, background: Field, pixels: int, rng: np.random.Generator) -> Field:
+def _render_strokes(distance: Field, colour: Field, background: Field, pixels: int, rng: np.random.Generator) -> Field:
     wobble = 0.009 * _strokes(pixels, 0.09, 0.09, 0.0, rng)
     share = _coverage(distance + wobble, pixels)
     ground = background + 19.0 * _strokes(pixels, 0.34, 0.065, rng.uniform(-0.5, 0.5), rng)[..., None]
     figure = colour + 21.0 * _strokes(pixels, 0.26, 0.06, rng.uniform(0.7, 1.6), rng)[..., None]
-    return _over(ground, figure, share)
+    return _blend(ground, figure, share)
 
 
 def _strokes(pixels: int, length: float, width: float, angle: float, rng: np.random.Generator) -> Field:
-    """Draw smooth noise in [-1, 1], stretched along an angle: brush strokes of the given length and width, [p, q]."""
+    """Generate smooth noise in [-1, 1], stretched along an angle: brush strokes of the given length and width, [p,
+    q]."""
     grid = rng.uniform(-1.0, 1.0, size=(64, 64))
     y, x = (np.mgrid[:pixels, :pixels] + 0.5) / pixels - 0.5
     along = (np.cos(angle) * x + np.sin(angle) * y) / length + 32.0
@@ -260,8 +262,8 @@ def write_folder(
     pixels: int = 64,
     all_captions: bool = False,
 ) -> None:
-    """Write 000.png beside 000.txt, and so on; the folder is created atomically. See `draw` and `caption`. With
-    `all_captions`, a picture has a caption of each template, one a line. FileExistsError: it is not empty."""
+    """Write 000.png beside 000.txt, and so on; the folder is created atomically. See `render` and `caption`. With
+    `all_captions`, a picture has a caption of each template, one a line. Raises FileExistsError if it is not empty."""
     with new_folder(folder) as sibling:
         for index, scene in enumerate(scenes):
             render(scene, pixels, seed=seed * 1_000_003 + index).save(sibling / f"{index:03d}.png")

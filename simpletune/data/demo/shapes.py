@@ -16,17 +16,17 @@ Field = NDArray[np.float64]  # [p, q]
 
 
 def circle(x: Field, y: Field, radius: float = 0.92) -> Field:
-    """A disc."""
+    """Compute the signed distance of a disc."""
     return np.hypot(x, y) - radius
 
 
 def ring(x: Field, y: Field) -> Field:
-    """An annulus."""
+    """Compute the signed distance of an annulus."""
     return np.abs(np.hypot(x, y) - 0.76) - 0.2
 
 
 def polygon(corners: Sequence[tuple[float, float]]) -> Callable[[Field, Field], Field]:
-    """The exact signed distance of a closed polygon with these corners (x, y), in either order."""
+    """Compute the exact signed distance of a closed polygon with these corners (x, y), in either order."""
 
     def distance(x: Field, y: Field) -> Field:
         squared = np.full(x.shape, np.inf)
@@ -44,7 +44,7 @@ def polygon(corners: Sequence[tuple[float, float]]) -> Callable[[Field, Field], 
 
 
 def heart(x: Field, y: Field) -> Field:
-    """A square on its corner with a disc on each upper side (a union: exact outside)."""
+    """Compute the signed distance of a square on its corner with a disc on each upper side (a union: exact outside)."""
     u, v = (x + y - 0.04) * math.sqrt(0.5), (y - x - 0.04) * math.sqrt(0.5)
     half = 0.62
     across, down = np.abs(u) - half, np.abs(v) - half

@@ -43,17 +43,17 @@ class Accounts:
         return sum(each == kind for each, _ in self.files.values())
 
     def line(self) -> str:
-        """The sums in one line."""
+        """Format the sums in one line."""
         counts = Counter(kind for kind, _ in self.files.values())
         parts = [f"{counts[kind]:,} {words[counts[kind] != 1]}" for kind, words in WORDS.items() if counts[kind]]
         return f"{plural(len(self.files), 'file')}: {', '.join(parts) or 'none'}"
 
-    def named(self) -> list[str]:
-        """A sentence for each reason for which files are not used, the most surprising first."""
+    def reason_sentences(self) -> list[str]:
+        """Return a sentence for each reason for which files are not used, the most surprising first."""
         groups: dict[tuple[FileClass, str], list[str]] = defaultdict(list)
         for name, (kind, reason) in self.files.items():
             if kind in NAMED and reason:
-                groups[kind, _for_any(name, reason)].append(name)
+                groups[kind, _generalise(name, reason)].append(name)
         order = sorted(groups, key=lambda key: (NAMED.index(key[0]), -len(groups[key]), key[1]))
         said = []
         for key in order[:SENTENCES]:
@@ -64,24 +64,24 @@ class Accounts:
         return [*said, f"and {plural(rest, 'file')} more, which simpletune data --json lists"] if rest else said
 
     def with_class(self, kind: FileClass, rejected: Iterable[tuple[str, str]]) -> Accounts:
-        """The same, with pictures that turned out to be unusable: names and reasons."""
+        """Add pictures that turned out to be unusable: names and reasons."""
         found = dict(self.files)
         found.update({name: (kind, reason) for name, reason in rejected if name in found})
         return Accounts(found)
 
 
-def _for_any(name: str, reason: str) -> str:
-    """A reason with NAME for the file's own name without suffix, so that many files have one: NAME.txt is missing."""
+def _generalise(name: str, reason: str) -> str:
+    """Put NAME for the file's own name without suffix in a reason, so that many files share it: NAME.txt is missing."""
     return f" {reason}".replace(f" {PurePosixPath(name).stem}.", " NAME.")[1:]
 
 
-def joined(accounts: Iterable[tuple[str, Accounts]]) -> Accounts:
-    """The accounts of several folders; each comes with the text in front of its names."""
+def join_accounts(accounts: Iterable[tuple[str, Accounts]]) -> Accounts:
+    """Join the accounts of several folders; each comes with the text in front of its names."""
     return Accounts({f"{before}{name}": value for before, each in accounts for name, value in each.files.items()})
 
 
 def sentences(accounts: Accounts) -> Iterator[str]:
-    """The sums, and what is left over."""
+    """Describe the sums, and what is left over."""
     if accounts:
         yield accounts.line()
-        yield from accounts.named()
+        yield from accounts.reason_sentences()

@@ -33,7 +33,7 @@ class Augmentation:
     rotation: float = 0.0
 
     def changes(self) -> dict[str, float]:
-        """The fields that are not 0."""
+        """Return the fields that are not 0."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
@@ -53,12 +53,12 @@ def draw_augmentation(source: Source, seed: int, digest: str, variant: int) -> A
 
 
 def format_augmentation(source: Source) -> str:
-    """The ranges of a source that are not 0: ``brightness ±0.1, hue ±5 degrees``."""
+    """Format the ranges of a source that are not 0: ``brightness ±0.1, hue ±5 degrees``."""
     limits = {name: getattr(source, name) for name in RANGES}
     return ", ".join(f"{name} ±{limit:g}{UNITS.get(name, '')}" for name, limit in limits.items() if limit)
 
 
-def recoloured(image: Image.Image, augmentation: Augmentation) -> Image.Image:
+def recolour(image: Image.Image, augmentation: Augmentation) -> Image.Image:
     """Change the colours of an RGB picture: brightness, contrast, saturation, then hue, each as torchvision does."""
     from PIL import Image, ImageEnhance
 
@@ -76,7 +76,7 @@ def recoloured(image: Image.Image, augmentation: Augmentation) -> Image.Image:
     return image
 
 
-def rotated(image: Image.Image, box: tuple[float, float, float, float], bucket: Size, degrees: float) -> Image.Image:
+def rotate(image: Image.Image, box: tuple[float, float, float, float], bucket: Size, degrees: float) -> Image.Image:
     """Scale a part of a picture to its bucket and rotate it about its centre.
 
     Enlarges it until the bucket lies within the rotated part: black corners or mirrored borders would be learned.

@@ -52,16 +52,16 @@ def caption_file(root: Path, image: Path) -> CaptionFile:
 
 
 def _texts_of(image: Path) -> list[Path]:
-    """The caption files of a picture: NAME.txt or NAME.caption, or if there is none, those in capital letters or named
-    NAME.jpg.txt, once where the file system knows no case."""
+    """Find the caption files of a picture: NAME.txt or NAME.caption, or if there is none, those in capital letters or
+    named NAME.jpg.txt, once where the file system knows no case."""
     capital = [image.with_suffix(suffix.upper()) for suffix in TEXTS]
     whole = [image.with_name(image.name + suffix) for suffix in (*TEXTS, *map(str.upper, TEXTS))]
     return texts_beside(image) or [file for file in (*capital, *whole) if os.path.lexists(file)]
 
 
 def caption_content(file: Path, caption: str) -> str:
-    """What a caption file holds for a caption: without surrounding space, with a line feed at its end. UserError: the
-    text is empty, too long, or contains control characters."""
+    """Return the content of a caption's file: without surrounding space, with a line feed at its end. Raises UserError
+    if the text is empty, too long, or contains control characters."""
     try:
         text = validate_caption(caption.replace("\r\n", "\n"), "the caption")
     except UnusableImage as reason:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from simpletune.data.sources.folder_names import MissingCaption
 from simpletune.data.sources.source import RejectedEntry, SourceImage, UnusableImage
-from simpletune.data.sources.walk import OUTSIDE, USUAL, Links, is_outside, is_text, read_regular, too_large
+from simpletune.data.sources.walk import OUTSIDE, USUAL, Links, format_too_large, is_outside, is_text, read_regular
 from simpletune.system.options import UserError, plural
 from simpletune.system.portable import name_inside
 
@@ -59,15 +59,16 @@ def settle_captions(image: SourceImage, several: bool) -> SourceImage:
                 )
             lines = [one_line(caption)]
         for line in lines:
-            weight, text = _weighted(line) if len(lines) > 1 or image.more else (1.0, line)  # one alone has no weight
+            weighs = len(lines) > 1 or image.more  # a caption alone has no weight
+            weight, text = _split_weight(line) if weighs else (1.0, line)
             weights[text] = weights.get(text, 0) + weight
     first, *more = weights
     differ = len(set(weights.values())) > 1
     return replace(image, caption=first, more=tuple(more), weights=tuple(weights.values()) if differ else ())
 
 
-def _weighted(line: str) -> tuple[float, str]:
-    """The weight that a caption begins with, or 1, and the rest of it."""
+def _split_weight(line: str) -> tuple[float, str]:
+    """Split a caption into the weight that it begins with, or 1, and the rest."""
     found = WEIGHT.fullmatch(line)
     if found is None:
         return 1.0, line
@@ -89,8 +90,8 @@ def _weighted(line: str) -> tuple[float, str]:
 def settle_lines(
     images: Sequence[SourceImage], described: str, several: bool
 ) -> tuple[list[SourceImage], list[RejectedEntry], str]:
-    """``settle_captions`` of all pictures, and those that it rejects; adds to the description of where captions come
-    from how many captions had several lines, or how many pictures have several captions."""
+    """Run ``settle_captions`` on all pictures, and return those that it rejects, too; adds to the description of where
+    captions come from how many captions had several lines, or how many pictures have several captions."""
     settled, rejected, joined = [], [], 0
     for image in images:
         try:
@@ -107,7 +108,7 @@ def settle_lines(
 
 
 def cell_captions(value: object, what: str) -> list[str]:
-    """The captions in a cell of a table (``what``): a string, or a list of strings.
+    """Return the captions in a cell of a table (``what``): a string, or a list of strings.
 
     Raises:
         UnusableImage: there is none, or one cannot be used.
@@ -118,12 +119,13 @@ def cell_captions(value: object, what: str) -> list[str]:
         raise UnusableImage(f"{what} is empty or not a string")
     size = sum(len(text.encode()) for text in texts)
     if size > MAX_BYTES:
-        raise UnusableImage(f"{what} {too_large(size, MAX_BYTES)}")
+        raise UnusableImage(f"{what} {format_too_large(size, MAX_BYTES)}")
     return [validate_caption(text, what) for text in texts]
 
 
 def txt_caption(root: Path, links: Links, file: Path) -> tuple[str, ...]:
-    """Read the caption beside a picture, NAME.txt or NAME.caption. UnusableImage: none is usable, or both differ."""
+    """Read the caption beside a picture, NAME.txt or NAME.caption. Raises UnusableImage if none is usable, or both
+    differ."""
     files = texts_beside(file)
     if not files:
         raise MissingCaption(f"has no caption: {file.with_suffix(TEXTS[0]).name} is missing")
@@ -145,17 +147,17 @@ def txt_caption(root: Path, links: Links, file: Path) -> tuple[str, ...]:
 
 
 def texts_beside(file: Path) -> list[Path]:
-    """The files NAME.txt and NAME.caption beside a picture."""
+    """Return the files NAME.txt and NAME.caption beside a picture."""
     return [text for suffix in TEXTS if os.path.lexists(text := file.with_suffix(suffix))]
 
 
 def endings_of_texts(files: Sequence[Path]) -> list[str]:
-    """The extensions of caption files beside pictures."""
+    """Return the extensions of caption files beside pictures."""
     return [suffix for suffix in TEXTS if any(os.path.lexists(file.with_suffix(suffix)) for file in files)]
 
 
 def filename_caption(file: Path) -> tuple[str, ...]:
-    """Turn a file name into a caption. UnusableImage: it contains no words."""
+    """Turn a file name into a caption. Raises UnusableImage if it contains no words."""
     caption = " ".join(file.stem.replace("_", " ").replace("-", " ").split())
     if not any(character.isalpha() for character in caption):
         raise UnusableImage(
@@ -165,7 +167,7 @@ def filename_caption(file: Path) -> tuple[str, ...]:
 
 
 def jsonl_caption(path: Path, captions: dict[str, tuple[str, ...]], file: Path) -> tuple[str, ...]:
-    """Look up a picture's captions among those of metadata.jsonl. UnusableImage: none is usable."""
+    """Look up a picture's captions among those of metadata.jsonl. Raises UnusableImage if none is usable."""
     name = file.relative_to(path).as_posix()
     if name not in captions:
         raise MissingCaption(f"has no line in {METADATA}")
@@ -180,8 +182,8 @@ class Metadata:
     lines: dict[str, int] = field(default_factory=dict)
     rejected: list[RejectedEntry] = field(default_factory=list)
 
-    def unmatched(self, root: Path, names: Collection[str]) -> list[RejectedEntry]:
-        """The lines that match none of the found pictures, with the reason."""
+    def list_unmatched(self, root: Path, names: Collection[str]) -> list[RejectedEntry]:
+        """List the lines that match none of the found pictures, with the reason."""
         left = []
         for name, number in self.lines.items():
             if name in names:
@@ -193,7 +195,7 @@ class Metadata:
 
 
 def read_metadata(file: Path) -> Metadata:
-    """Read a metadata.jsonl (the Hugging Face imagefolder convention). UserError: the file cannot be read."""
+    """Read a metadata.jsonl (the Hugging Face imagefolder convention). Raises UserError if the file cannot be read."""
     try:
         text = read_regular(file).decode("utf-8-sig")
     except (UnusableImage, UnicodeDecodeError) as error:
@@ -220,12 +222,12 @@ def read_lines(text: str, keys: Sequence[str] = ("text",)) -> Metadata:
 
 
 def _read_line(line: str, keys: Sequence[str] = ("text",)) -> tuple[str, tuple[str, ...]]:
-    """A line's file name, relative and normalised, and its texts. UnusableImage: the line cannot be used."""
+    """Return a line's file name, relative and normalised, and its texts. Raises UnusableImage if it cannot be used."""
     try:
         row = json.loads(line)
         name, text = row["file_name"], row[next(key for key in keys if key in row)]
     except (ValueError, KeyError, TypeError, RecursionError, StopIteration):
-        raise UnusableImage(f'is not a JSON object with "file_name" and {_quoted(keys)}') from None
+        raise UnusableImage(f'is not a JSON object with "file_name" and {_quote(keys)}') from None
     texts = text if isinstance(text, list) and text else [text]
     if not isinstance(name, str) or not all(isinstance(each, str) for each in texts):
         raise UnusableImage("file_name must be a string, and text a string or a list of them")
@@ -239,5 +241,5 @@ def _read_line(line: str, keys: Sequence[str] = ("text",)) -> tuple[str, tuple[s
     return inside, tuple(texts)
 
 
-def _quoted(keys: Sequence[str]) -> str:
+def _quote(keys: Sequence[str]) -> str:
     return " or ".join(f'"{key}"' for key in keys)

@@ -33,7 +33,7 @@ from simpletune.data.sources.folder_names import (
     hints_at_repeats,
     meaning,
     naming_folder,
-    split_named,
+    split_of_word,
 )
 from simpletune.data.sources.image_files import decoding_of, image_size
 from simpletune.data.sources.masks import Kind, alpha_mask, mask_file, without_masks
@@ -51,7 +51,7 @@ from simpletune.data.sources.walk import (
     is_outside,
     is_text,
     read_regular,
-    readable,
+    replace_surrogates,
     walk,
 )
 from simpletune.system.console import progress
@@ -74,8 +74,8 @@ class CaptionReader:
 
 
 def _accounts(root: Path, classes: Mapping[Path, tuple[FileClass, str]], rejected: Sequence[RejectedEntry]) -> Accounts:
-    """The classes by name, with the links and folders that were not followed."""
-    files = {readable(file.relative_to(root).as_posix()): kind for file, kind in sorted(classes.items())}
+    """Return the classes by name, with the links and folders that were not followed."""
+    files = {replace_surrogates(file.relative_to(root).as_posix()): kind for file, kind in sorted(classes.items())}
     for each in rejected:
         files[f"{each.name}/" if each.kind == "folder" else each.name] = "left over", each.reason
     return Accounts(files)
@@ -86,11 +86,11 @@ class DamagedImage(UnusableImage):
 
 
 def split_names(root: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """The pictures by split, if some folders are named like splits and others not, or like several; else empty. Those
-    outside of all such folders are of ``train``."""
+    """Group the pictures by split, if some folders are named like splits and others not, or like several; else return
+    none. Those outside of all such folders are of ``train``."""
     found: dict[str, list[Path]] = {}
     for file in files:
-        named = (split_named(part.lower()) for part in file.relative_to(root).parts[:-1][:2])
+        named = (split_of_word(part.lower()) for part in file.relative_to(root).parts[:-1][:2])
         found.setdefault(next((split for split in named if split in SPLITS), "train"), []).append(file)
     return {split: found[split] for split in SPLITS if split in found} if len(found) > 1 else {}
 
@@ -139,7 +139,7 @@ class Folder(Source):
             if not found.images and not found.rejected:
                 yield Problem("data.path", f"{self.path} contains no pictures ({USUAL}). Add some")
             elif self.split is not None and (
-                split_named(self.split.lower()) not in (splits := split_names(path, found.images))
+                split_of_word(self.split.lower()) not in (splits := split_names(path, found.images))
             ):
                 known = f"Its splits: {', '.join(splits)}" if splits else "It has none"
                 yield Problem("data.split", f"{self.path} has no pictures of the split {self.split!r}. {known}")
@@ -149,10 +149,10 @@ class Folder(Source):
             yield Problem("data.mask_path", f"{self.mask_path} is not a folder. Give the folder of the masks")
 
     def scan(self, path: Path) -> Scan:
-        """As for ``Source``. UserError: metadata.jsonl cannot be read."""
+        """Scan as ``Source`` does. Raises UserError if metadata.jsonl cannot be read."""
         found = walk(path, self.links, self.reading)
         splits = split_names(path, found.images) if self.split is not None or self.reading == "0.1" else {}
-        wanted = splits.get(split_named(self.split.lower()), []) if self.split is not None else found.images
+        wanted = splits.get(split_of_word(self.split.lower()), []) if self.split is not None else found.images
         files, said = without_masks(wanted, self.mask, self.mask_path)
         chosen = set(files)
         apart = [file for file in found.images if file not in chosen]
@@ -168,7 +168,7 @@ class Folder(Source):
                     classes[file] = "picture", ""
                     used.update(reader.files_of(file))
                 except UnusableImage as reason:
-                    name = readable(file.relative_to(path).as_posix())
+                    name = replace_surrogates(file.relative_to(path).as_posix())
                     rejected.append(RejectedEntry(name, str(reason)))
                     classes[file] = ("damaged" if isinstance(reason, DamagedImage) else "left over", str(reason))
                     refused |= dict.fromkeys(reader.files_of(file), f"its picture is not used: {name} {reason}")
@@ -190,15 +190,20 @@ class Folder(Source):
             without = plural(lacking, "picture")
             notes = [*notes, f"{without} without a caption: {self.missing_prompt!r} (data.missing_prompt)"]
         if self.reading == "0.1":
-            said += self._unseen(path, found, splits)
-        classes |= self._class_others(found, reader, used, refused)
+            said += self._explain_unseen(path, found, splits)
+        classes |= self._classify_others(found, reader, used, refused)
         return Scan(
-            images, rejected, described, dict(found.left_alone), tuple([*said, *hints]), tuple(notes),
+            images,
+            rejected,
+            described,
+            dict(found.left_alone),
+            tuple([*said, *hints]),
+            tuple(notes),
             _accounts(path, classes, found.rejected),
-        )  # fmt: skip
+        )
 
-    def _unseen(self, path: Path, found: FoundFiles, splits: Mapping[str, Sequence[Path]]) -> Iterator[str]:
-        """Where a newer configuration would take other pictures."""
+    def _explain_unseen(self, path: Path, found: FoundFiles, splits: Mapping[str, Sequence[Path]]) -> Iterator[str]:
+        """Say where a newer configuration would take other pictures."""
         suffixes = Counter(file.suffix.lower() for file in found.others if file.suffix.lower() in SUFFIXES)
         if suffixes:
             counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
@@ -210,10 +215,10 @@ class Folder(Source):
             counts = join_names([f"{name} ({plural(len(files), 'picture')})" for name, files in splits.items()])
             yield f"all splits of the folder are trained on: {counts}. Set data.split=train to use one"
 
-    def _class_others(
+    def _classify_others(
         self, found: FoundFiles, reader: CaptionReader, used: set[Path], refused: Mapping[Path, str]
     ) -> dict[Path, tuple[FileClass, str]]:
-        """The classes of the files that are no pictures."""
+        """Classify the files that are no pictures."""
         classes: dict[Path, tuple[FileClass, str]] = {file: ("foreign", "") for file in found.foreign}
         classes |= dict.fromkeys(
             found.linked, ("not read", "a link to a folder whose files are counted where they are")
@@ -234,14 +239,14 @@ class Folder(Source):
         return classes
 
     def caption_reader(self, path: Path, files: Sequence[Path], others: Sequence[Path]) -> CaptionReader:
-        """How the captions of these pictures are read; ``others``: the other files of the folder."""
+        """Return how the captions of these pictures are read; ``others``: the other files of the folder."""
         return self._reader(path, files, others)[0]
 
     def _reader(
         self, path: Path, files: Sequence[Path], others: Sequence[Path], apart: Sequence[Path] = ()
     ) -> tuple[CaptionReader, list[str]]:
-        """How captions are read, and hints at files that are not seen; ``apart``: the pictures that are not to be used.
-        UserError: metadata.jsonl cannot be read."""
+        """Return how captions are read, and hints at files that are not seen; ``apart``: the pictures that are not to
+        be used. Raises UserError if metadata.jsonl cannot be read."""
         if self.prompt is not None or self.captions == "filename":
             field = "data.captions is filename" if self.prompt is None else "data.prompt is set"
             unread = {file: f"{field}, so it is not read" for file in others if file.suffix.lower() in CAPTION_LIKE}
@@ -255,14 +260,17 @@ class Folder(Source):
         by_names = self.captions == "auto" and not len(sidecars) and self.folder_names == "plain"
         if by_names and self.missing_prompt is None:
             return CaptionReader(
-                filename_caption, lambda file: [], "the file names (no file with captions)", sidecars.rejected,
-                sidecars.left_over,
-            ), []  # fmt: skip
-        described = self._with_folders(sidecars.described() or "files beside the pictures")
+                filename_caption,
+                lambda file: [],
+                "the file names (no file with captions)",
+                sidecars.rejected,
+                sidecars.list_left_over,
+            ), []
+        described = self._with_folders(sidecars.describe() or "files beside the pictures")
         if self.folder_names == "kohya" and not len(sidecars):
             described = "the words of the folders' names"
         return CaptionReader(
-            sidecars.caption_of, sidecars.files_of, described, sidecars.rejected, sidecars.left_over
+            sidecars.caption_of, sidecars.files_of, described, sidecars.rejected, sidecars.list_left_over
         ), []
 
     def _with_folders(self, described: str) -> str:
@@ -271,7 +279,7 @@ class Folder(Source):
     def _reader_of_first(
         self, path: Path, files: Sequence[Path], sidecars: Sidecars, apart: Sequence[Path]
     ) -> tuple[CaptionReader, list[str]]:
-        """How release 0.1.0 read captions, and hints at those that it does not see."""
+        """Return how release 0.1.0 read captions, and hints at those that it does not see."""
         kind = self.captions
         rejected: list[RejectedEntry] = []
         caption_of: Callable[[Path], tuple[str, ...]]
@@ -285,7 +293,7 @@ class Folder(Source):
             metadata = read_metadata(path / METADATA)
             names = {file.relative_to(path).as_posix() for file in files}
             known = names | {file.relative_to(path).as_posix() for file in apart}
-            rejected = [*metadata.rejected, *metadata.unmatched(path, known)]
+            rejected = [*metadata.rejected, *metadata.list_unmatched(path, known)]
             caption_of, described = partial(jsonl_caption, path, metadata.captions), METADATA
             files_of = lambda file: [path / METADATA]  # noqa: E731
             seen = len(names & metadata.captions.keys())
@@ -300,14 +308,14 @@ class Folder(Source):
         hints = []
         if len(sidecars) > seen:
             hints.append(
-                f"{plural(len(sidecars) - seen, 'more picture')} would have captions, from {sidecars.described()}. Set "
+                f"{plural(len(sidecars) - seen, 'more picture')} would have captions, from {sidecars.describe()}. Set "
                 "data.reading=any to read them"
             )
 
         def left_over(used: set[Path]) -> dict[Path, str]:
             taken = {each for file in files for each in sidecars.files_of(file)} - used
             taken -= {each for file in files for each in files_of(file)} if taken else set()
-            return sidecars.left_over(used) | dict.fromkeys(taken, "it is read with data.reading=any")
+            return sidecars.list_left_over(used) | dict.fromkeys(taken, "it is read with data.reading=any")
 
         return CaptionReader(caption_of, files_of, self._with_folders(described), rejected, left_over), hints
 
@@ -339,6 +347,15 @@ class Folder(Source):
             mask = alpha_mask(data, digest, read)
         decoding = decoding_of(data, self.background)
         return SourceImage(
-            name, first, size, digest, read, more=tuple(more), repeats=repeats, mask=mask, as_it_is=plain,
-            decoding=decoding, background=self.background,
-        )  # fmt: skip
+            name,
+            first,
+            size,
+            digest,
+            read,
+            more=tuple(more),
+            repeats=repeats,
+            mask=mask,
+            as_it_is=plain,
+            decoding=decoding,
+            background=self.background,
+        )

@@ -20,13 +20,13 @@ SPLITS = {
 KOHYA = re.compile(r"(\d{1,3})_(.*)", re.DOTALL)  # matches 10_dog, not 2024_holiday
 
 
-def split_named(word: str) -> str:
-    """The split that a word in lower case stands for, validation for val; the word itself if there is none."""
+def split_of_word(word: str) -> str:
+    """Return the split that a word in lower case stands for, validation for val; the word itself if there is none."""
     return next((split for split, words in SPLITS.items() if word in words), word)
 
 
 def naming_folder(root: Path, name: str) -> str:
-    """The folder whose name applies to a picture: the first below the data folder, or the data folder itself."""
+    """Return the folder whose name applies to a picture: the first below the data folder, or the data folder itself."""
     return name.split("/")[0] if "/" in name else root.name
 
 
@@ -43,7 +43,7 @@ class MissingCaption(UnusableImage):
 
 
 def explain_folder_names(root: Path, names: Sequence[str]) -> list[str]:
-    """Sentences that explain how the names of a data folder with these pictures were interpreted."""
+    """Explain how the names of a data folder with these pictures were interpreted, in sentences."""
     folders = dict.fromkeys(naming_folder(root, name) for name in names)
     known = {folder: found for folder in folders if (found := meaning(folder)) is not None}
     if not known:

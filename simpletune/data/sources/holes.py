@@ -28,7 +28,7 @@ STROKES, LINES, LINE, WIDTH = 5, 5, (10, 210), (5, 105)  # at most, and lines in
 
 
 def draw_hole(source: Source, seed: int, digest: str, variant: int) -> Hole:
-    """The hole of one variant of a picture, by the source's ``inpainting_mask``."""
+    """Draw the hole of one variant of a picture, by the source's ``inpainting_mask``."""
     if source.inpainting_mask == "own":
         return Hole("own")
     draw = stream(seed, "hole", digest, variant)
@@ -39,8 +39,8 @@ def draw_hole(source: Source, seed: int, digest: str, variant: int) -> Hole:
 
 
 def hole_pixels(view: Crop, place: int) -> np.ndarray:
-    """The hole of a crop that has one, in its pixels: bool [h, w], True inside. One that is drawn covers a latent's
-    place of ``place`` pixels a side. UnusableImage: its mask is unusable."""
+    """Render the hole of a crop that has one, in its pixels: bool [h, w], True inside. A random one covers a latent's
+    place of ``place`` pixels a side. Raises UnusableImage if its mask is unusable."""
     import numpy as np
 
     assert view.hole is not None
@@ -57,8 +57,8 @@ def hole_pixels(view: Crop, place: int) -> np.ndarray:
 
 
 def latent_hole(pixels: np.ndarray, place: int) -> np.ndarray:
-    """A hole [h, w] at the latents' resolution: [h / place, w / place], the first of place x place pixels, as
-    diffusers' training scripts and pipelines take it (``interpolate``, nearest)."""
+    """Reduce a hole [h, w] to [h / place, w / place]: the first of place x place pixels (diffusers'
+    ``interpolate``)."""
     return pixels[::place, ::place]
 
 
@@ -78,7 +78,7 @@ def _rectangles(bucket: Size, place: int, draw: np.random.Generator) -> np.ndarr
 
 
 def _strokes(bucket: Size, place: int, draw: np.random.Generator) -> np.ndarray:
-    """Connected lines with round ends, drawn until they cover a latent: short ones can lie between them."""
+    """Draw connected lines with round ends until they cover a latent: short ones can lie between them."""
     import numpy as np
     from PIL import Image, ImageDraw
 

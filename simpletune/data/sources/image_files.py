@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from simpletune.data.sources.augmentation import UNCHANGED, Augmentation, recoloured, rotated
+from simpletune.data.sources.augmentation import UNCHANGED, Augmentation, recolour, rotate
 from simpletune.data.sources.source import Decoding, SourceImage, UnusableImage
 from simpletune.models.shared.buckets import Size, covering_size, crop_corner
 from simpletune.system.extras import install_extra
@@ -41,7 +41,7 @@ DAMAGE = (OSError, EOFError, IndexError, RuntimeError, SyntaxError, ValueError, 
 
 
 @contextmanager
-def _opened(data: bytes) -> Iterator[Image.Image]:
+def _open_image(data: bytes) -> Iterator[Image.Image]:
     """Open without decoding. What Pillow raises here and while the picture is used becomes UnusableImage: the file is
     empty, not a picture, damaged, or too large."""
     from PIL import Image, UnidentifiedImageError
@@ -75,14 +75,14 @@ def _silence_libtiff() -> None:
 
 
 def _is_heic(data: bytes) -> bool:
-    """Whether a file's first box names HEVC, and not AVIF, as what its picture is encoded with."""
+    """Return whether a file's first box names HEVC, and not AVIF, as what its picture is encoded with."""
     end = min(int.from_bytes(data[:4], "big"), 256) if data[4:8] == b"ftyp" else 0
     brands = {data[at : at + 4] for at in range(8, end, 4)}
     return bool(brands & HEIC) and b"avif" not in brands
 
 
 def _heic_format() -> tuple[str]:
-    """Let Pillow read HEIC. UnusableImage: the package for it is not installed."""
+    """Let Pillow read HEIC. Raises UnusableImage if the package for it is not installed."""
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
@@ -92,11 +92,11 @@ def _heic_format() -> tuple[str]:
 
 
 def image_size(data: bytes) -> Size:
-    """(width, height) after EXIF rotation, from the header. Decodes a file that looks truncated, to be sure.
-    UnusableImage: the file is not a picture, damaged, or too large."""
+    """Return (width, height) after EXIF rotation, from the header. Decodes a file that looks truncated, to be sure.
+    Raises UnusableImage if the file is not a picture, damaged, or too large."""
     from PIL import Image
 
-    with _opened(data) as image:
+    with _open_image(data) as image:
         # Pillow decodes a PNG to look for chunks after its pixels; skip that if there are none.
         plain = image.format == "PNG" and not has_text_after_pixels(data)
         exif = Image.Image.getexif(image) if plain else image.getexif()
@@ -108,13 +108,14 @@ def image_size(data: bytes) -> Size:
 
 
 def header_size(data: bytes) -> Size:
-    """(width, height) as the header says, before EXIF rotation; decodes nothing. UnusableImage: it cannot be read."""
-    with _opened(data) as image:
+    """Return (width, height) as the header says, before EXIF rotation; decodes nothing. Raises UnusableImage if it
+    cannot be read."""
+    with _open_image(data) as image:
         return image.size
 
 
 def seems_complete(data: bytes, kind: str | None) -> bool:
-    """Whether a whole file has its end marker and correct checksums. False only calls for a closer look."""
+    """Return whether a whole file has its end marker and correct checksums. False only calls for a closer look."""
     if kind == "PNG":
         return _png_is_whole(data)
     if kind in ("JPEG", "MPO"):
@@ -125,7 +126,7 @@ def seems_complete(data: bytes, kind: str | None) -> bool:
 
 
 def has_text_after_pixels(data: bytes) -> bool:
-    """Whether a PNG has text or EXIF chunks after its pixels."""
+    """Return whether a PNG has text or EXIF chunks after its pixels."""
     pixels = False
     for name, _, _ in _png_chunks(data):
         pixels = pixels or name == b"IDAT"
@@ -135,7 +136,7 @@ def has_text_after_pixels(data: bytes) -> bool:
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """(name, offset of its data, length) of each chunk up to IEND (PNG specification, section 5)."""
+    """Return (name, offset of its data, length) of each chunk up to IEND (PNG specification, section 5)."""
     at = 8
     while at + 12 <= len(data):
         length, name = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
@@ -169,7 +170,7 @@ def _jpeg_has_end(data: bytes) -> bool:
 
 
 def _has_many_scans(data: bytes) -> bool:
-    """Whether decoding the first picture of a JPEG takes more than MOST_SCANS scans (ITU T.81, B.2.2)."""
+    """Return whether decoding the first picture of a JPEG takes more than MOST_SCANS scans (ITU T.81, B.2.2)."""
     if data.count(b"\xff\xda") <= MOST_SCANS:  # most files end here; metadata and what follows the picture count, too
         return False
     scans, at = 0, 2
@@ -180,7 +181,7 @@ def _has_many_scans(data: bytes) -> bool:
 
 
 def _boxes_fill(data: bytes) -> bool:
-    """Whether the boxes of a file end where it ends (ISO/IEC 14496-12, section 4.2)."""
+    """Return whether the boxes of a file end where it ends (ISO/IEC 14496-12, section 4.2)."""
     at = 0
     while at + 16 <= len(data):
         length = int.from_bytes(data[at : at + 4], "big")
@@ -192,15 +193,15 @@ def _boxes_fill(data: bytes) -> bool:
 
 
 def has_more_frames(data: bytes) -> bool:
-    """Whether it is an animation, or has several pages, of which ``decode`` takes the first. UnusableImage: it cannot
-    be read."""
-    with _opened(data) as image:  # a camera's MPO has a preview or a depth beside the picture
+    """Return whether a picture is an animation, or has several pages, of which ``decode`` takes the first. Raises
+    UnusableImage if it cannot be read."""
+    with _open_image(data) as image:  # a camera's MPO has a preview or a depth beside the picture
         return image.format != "MPO" and bool(getattr(image, "is_animated", False))
 
 
 def decoding_of(data: bytes, background: str = "white") -> Decoding:
-    """How ``decode`` reads a picture, told from its header. UnusableImage: it cannot be read."""
-    with _opened(data) as image:
+    """Tell from a picture's header how ``decode`` reads it. Raises UnusableImage if it cannot be read."""
+    with _open_image(data) as image:
         alpha, applied = _has_alpha(image), _profile_transform(image) is not None
         first = image.mode in ("RGB", "CMYK", "L") and not alpha  # whose profiles were always applied
         deep = "transparency" in image.info if image.mode.startswith("I") else _deep_transparency(image)
@@ -211,7 +212,8 @@ def decoding_of(data: bytes, background: str = "white") -> Decoding:
 
 
 def _hdr_transfer(data: bytes, kind: str | None) -> str:
-    """The name of the transfer function of a PNG, AVIF or HEIC for high dynamic range; empty if there is none."""
+    """Return the name of the transfer function of a PNG, AVIF or HEIC for high dynamic range; empty if there is
+    none."""
     code = 0
     if kind == "PNG":
         code = next((data[start + 1] for name, start, size in _png_chunks(data) if name == b"cICP" and size == 4), 0)
@@ -235,7 +237,7 @@ def decode(data: bytes, at_least: int | None = None, background: str = "white") 
     """
     from PIL import ImageOps
 
-    with _opened(data) as image:
+    with _open_image(data) as image:
         if at_least is not None:
             image.draft(None, (at_least, at_least))
         image.load()
@@ -245,12 +247,11 @@ def decode(data: bytes, at_least: int | None = None, background: str = "white") 
         transform = _profile_transform(image)
         if image.mode == "RGB" and transform is None and not _has_alpha(image):
             return image
-        return _in_strips(image, "RGB", functools.partial(_to_rgb, transform=transform, background=background))
+        return _map_strips(image, "RGB", functools.partial(_convert_to_rgb, transform=transform, background=background))
 
 
 def decode_image(image: SourceImage, at_least: int | None = None) -> Image.Image:
-    """Read a picture again and decode it as its source says; ``at_least`` is as for ``decode``. UnusableImage: it
-    cannot be read or decoded, or has changed since the scan."""
+    """Read and decode a picture again. Raises UnusableImage if it cannot be decoded, or has changed since the scan."""
     return decode(image.read_same(), at_least, image.background)
 
 
@@ -260,27 +261,28 @@ def _has_alpha(image: Image.Image) -> bool:
 
 
 def require_alpha(data: bytes) -> None:
-    """Check in its header that a picture has an alpha channel or a transparent colour. UnusableImage: it has none."""
-    with _opened(data) as image:
+    """Check in its header that a picture has an alpha channel or a transparent colour. Raises UnusableImage if it has
+    none."""
+    with _open_image(data) as image:
         if not _has_alpha(image):
             raise UnusableImage("has no transparency, which data.mask=alpha reads. Add an alpha channel")
 
 
 def decode_mask(data: bytes, kind: Literal["alpha", "file"]) -> Image.Image:
-    """Decode a mask to 8-bit grey, with EXIF rotation. UnusableImage: the file is damaged or truncated."""
+    """Decode a mask to 8-bit grey, with EXIF rotation. Raises UnusableImage if the file is damaged or truncated."""
     from PIL import Image, ImageOps
 
-    with _opened(data) as image:
+    with _open_image(data) as image:
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
         if kind == "alpha":
             if not _has_alpha(image):
                 return Image.new("L", image.size, 255)
-            return _in_strips(image, "L", _opacity)
-        return (_in_strips(image, "RGB", _to_rgb) if image.mode.startswith("I") else image).convert("L")
+            return _map_strips(image, "L", _opacity)
+        return (_map_strips(image, "RGB", _convert_to_rgb) if image.mode.startswith("I") else image).convert("L")
 
 
-def _in_strips(image: Image.Image, mode: str, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+def _map_strips(image: Image.Image, mode: str, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
     """Convert a picture in strips, so that no temporary is as large as the picture."""
     from PIL import Image
 
@@ -292,7 +294,7 @@ def _in_strips(image: Image.Image, mode: str, convert: Callable[[Image.Image], I
     return result
 
 
-def _to_rgb(
+def _convert_to_rgb(
     image: Image.Image, transform: ImageCms.ImageCmsTransform | None = None, background: str = "white"
 ) -> Image.Image:
     """Convert a picture to sRGB by its profile, without its alpha, and put it on the background."""
@@ -301,7 +303,7 @@ def _to_rgb(
 
     colours, alpha = _colours_and_alpha(image)
     if transform is None:
-        colours = _eight_bits(colours).convert("RGB")
+        colours = _convert_to_8_bits(colours).convert("RGB")
     elif colours.mode == "I;16":  # each level once: exactly, this takes 0.5 us a pixel
         levels = Image.fromarray(np.arange(2**16, dtype=np.uint16)[None])
         table = np.asarray(ImageCms.applyTransform(levels, transform))[0]
@@ -315,7 +317,7 @@ def _to_rgb(
 
 
 def _colours_and_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """A picture in the colours that its profile is about, and its opacity: 8-bit grey; None: it has none."""
+    """Return a picture in the colours that its profile is about, and its opacity: 8-bit grey, None if it has none."""
     import numpy as np
     from PIL import Image
 
@@ -342,12 +344,12 @@ def _opacity(image: Image.Image) -> Image.Image:
 
 
 def _deep_transparency(image: Image.Image) -> bool:
-    """Whether the transparent colour of a picture, which has 8 bits now, is given in 16."""
+    """Return whether the transparent colour of a picture, which has 8 bits now, is given in 16."""
     clear = image.info.get("transparency")
     return isinstance(clear, tuple) and any(level > 255 for level in clear)
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
+def _convert_to_8_bits(image: Image.Image) -> Image.Image:
     """Scale 16-bit grey to 8 bits (convert() would clip at 255); others stay as they are."""
     import numpy as np
     from PIL import Image
@@ -356,7 +358,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _profile_mode(image: Image.Image) -> str:
-    """The mode, without alpha, in which a picture's colours meet its profile."""
+    """Return the mode, without alpha, in which a picture's colours meet its profile."""
     if image.mode.startswith("I"):
         return "I;16"
     if image.mode in ("L", "LA", "La"):
@@ -365,8 +367,8 @@ def _profile_mode(image: Image.Image) -> str:
 
 
 def _profile_transform(image: Image.Image) -> ImageCms.ImageCmsTransform | None:
-    """The way from the picture's colours, without its alpha, to sRGB by its ICC profile; None: it has no profile, or
-    one that is damaged or for other colours, which is ignored."""
+    """Build the transform from the picture's colours, without its alpha, to sRGB by its ICC profile; None: it has no
+    profile, or one that is damaged or for other colours, which is ignored."""
     profile, mode = image.info.get("icc_profile"), _profile_mode(image)
     if not profile or mode == "1":
         return None
@@ -414,7 +416,7 @@ def crop_to_bucket(
     x, y = image.width / width, image.height / height
     box = (kept[0] * x, kept[1] * y, min(kept[2] * x, image.width), min(kept[3] * y, image.height))
     if augmentation.rotation:
-        image = rotated(image, box, bucket, augmentation.rotation)
+        image = rotate(image, box, bucket, augmentation.rotation)
     elif width * height <= MAX_SPARE * bucket[0] * bucket[1]:
         scaled = image if (width, height) == image.size else image.resize((width, height), Image.Resampling.LANCZOS)
         image = scaled.crop(kept)
@@ -422,5 +424,5 @@ def crop_to_bucket(
         image = image.resize(bucket, Image.Resampling.LANCZOS, box)
     if flip:
         image = ImageOps.mirror(image)
-    pixels = np.asarray(recoloured(image, augmentation), dtype=np.float32) / 127.5 - 1.0
+    pixels = np.asarray(recolour(image, augmentation), dtype=np.float32) / 127.5 - 1.0
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))

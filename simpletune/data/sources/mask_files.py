@@ -35,8 +35,8 @@ class MaskFile:
 
 
 def read_mask(root: Path, folder: Path | None, whole: Path) -> MaskFile:
-    """Find the mask of a picture of the data folder ``root``; ``folder`` is ``data.mask_path``. UnusableImage: it
-    cannot be read, or links out of its folder."""
+    """Find the mask of a picture of the data folder ``root``; ``folder`` is ``data.mask_path``. Raises UnusableImage if
+    it cannot be read, or links out of its folder."""
     target = mask_target(root, folder, whole)
     found, within = find_mask(target), folder or root
     if any(is_outside(file, within) for file in (target.parent, *([found] if found else []))):
@@ -45,14 +45,14 @@ def read_mask(root: Path, folder: Path | None, whole: Path) -> MaskFile:
 
 
 def painting_size(whole: Size) -> Size:
-    """The size in pixels at which a mask of a picture is painted."""
+    """Return the size in pixels at which a mask of a picture is painted."""
     scale = min(1.0, LONGEST_SIDE / max(whole))
     return max(1, round(whole[0] * scale)), max(1, round(whole[1] * scale))
 
 
 def painted_mask(data: bytes, whole: Size) -> bytes:
-    """Turn a painted mask into the file that training reads: grey, of the picture's size. UserError: it is no PNG of
-    the size at which it is painted, is damaged, or is black everywhere."""
+    """Turn a painted mask into the file that training reads: grey, of the picture's size. Raises UserError if it is no
+    PNG of the size at which it is painted, is damaged, or is black everywhere."""
     size = painting_size(whole)
     try:
         if not data.startswith(PNG) or image_size(data) != size:
@@ -66,7 +66,7 @@ def painted_mask(data: bytes, whole: Size) -> bytes:
 
 
 def mask_content(image: Image.Image) -> bytes:
-    """What a mask's file holds for a grey image."""
+    """Encode a grey image as a mask's file."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

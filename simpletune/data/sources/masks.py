@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from simpletune.data.sources.augmentation import Augmentation
 from simpletune.data.sources.image_files import crop_to_bucket, decode_mask, image_size, require_alpha
-from simpletune.data.sources.sidecars import folded
+from simpletune.data.sources.sidecars import fold_name
 from simpletune.data.sources.source import Mask, UnusableImage
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, read_regular
 from simpletune.models.shared.buckets import Size
@@ -47,8 +47,9 @@ class FoundMasks:
     folder: Path | None = None  # the only folder of masks, with the paths of the pictures beside it
     beside: bool = False  # whether masks lie beside their pictures
 
-    def lost(self, root: Path) -> list[Path]:
-        """The masks that training does not find: ``data.mask_path`` is one folder, with the paths of the pictures."""
+    def list_lost(self, root: Path) -> list[Path]:
+        """List the masks that training does not find: ``data.mask_path`` is one folder, with the paths of the
+        pictures."""
         targets = {mask: mask_target(root, self.folder, image) for image, mask in self.masks.items()}
         return [mask for mask, target in targets.items() if find_mask(target) != mask]
 
@@ -99,7 +100,7 @@ def find_masks(files: Sequence[Path]) -> FoundMasks:
 
 
 def _label_of(file: Path) -> str | None:
-    """The label at the end of a mask's name, in lower case."""
+    """Return the label at the end of a mask's name, in lower case."""
     low = file.stem.lower()
     return next((label for label in ASIDE if low.endswith(label) and low != label), None)
 
@@ -112,17 +113,17 @@ class _Images:
         for file in files:
             for path in (str(file), str(file.with_suffix(""))):
                 self._exact.setdefault(path, file)
-                self._folded.setdefault(folded(path), file)
+                self._folded.setdefault(fold_name(path), file)
 
     def find(self, path: Path) -> Path | None:
-        return self._exact.get(str(path)) or self._folded.get(folded(str(path)))
+        return self._exact.get(str(path)) or self._folded.get(fold_name(str(path)))
 
 
 def _images_of(
     place: Path, inside: Sequence[Path], files: Sequence[Path], names: _Images
 ) -> tuple[Path | None, dict[Path, Path]]:
-    """The folder whose pictures have their masks in ``place``, and the picture of each mask; None: half of neither the
-    masks nor the pictures belong together. It is the folder around ``place``, or one beside it."""
+    """Find the folder whose pictures have their masks in ``place``, and the picture of each mask; None: half of neither
+    the masks nor the pictures belong together. It is the folder around ``place``, or one beside it."""
     above = place.parent
     rest = [file for file in files if file.is_relative_to(above) and not file.is_relative_to(place)]
     beside = sorted({above / file.relative_to(above).parts[0] for file in rest if file.parent != above})
@@ -140,16 +141,20 @@ def _images_of(
 
 
 def _mask_folders(files: Sequence[Path]) -> list[Path]:
-    """The folders with the name of a folder of masks that hold one of the files, at any depth."""
-    return sorted({
-        parent for folder in {file.parent for file in files}
-        for parent in (folder, *folder.parents) if parent.name.lower() in MASK_FOLDERS
-    })  # fmt: skip
+    """List the folders with the name of a folder of masks that hold one of the files, at any depth."""
+    return sorted(
+        {
+            parent
+            for folder in {file.parent for file in files}
+            for parent in (folder, *folder.parents)
+            if parent.name.lower() in MASK_FOLDERS
+        }
+    )
 
 
 def without_masks(files: Sequence[Path], kind: Kind | None, folder: str | Path | None) -> tuple[list[Path], list[str]]:
-    """The files of a data folder to train on, never masks, and a hint at masks among them if they are not in use.
-    ``kind`` and ``folder`` are ``data.mask`` and ``data.mask_path``."""
+    """Return the files of a data folder to train on, never masks, and a hint at masks among them if they are not in
+    use. ``kind`` and ``folder`` are ``data.mask`` and ``data.mask_path``."""
     if kind == "files" and folder is not None:
         files = [file for file in files if is_outside(file, folder)]
     found = find_masks(files)
@@ -157,20 +162,21 @@ def without_masks(files: Sequence[Path], kind: Kind | None, folder: str | Path |
 
 
 def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
-    """The mask given by a picture's opacity. UnusableImage: it has no transparency."""
+    """Return the mask given by a picture's opacity. Raises UnusableImage if it has no transparency."""
     require_alpha(data)
     return Mask("alpha", digest, read)
 
 
 def mask_target(root: str | Path, folder: str | Path | None, file: Path) -> Path:
-    """Where the mask of a picture of the data folder ``root`` lies if it is a PNG; ``folder`` is ``data.mask_path``."""
+    """Return where the mask of a picture of the data folder ``root`` lies if it is a PNG; ``folder`` is
+    ``data.mask_path``."""
     if folder is None:
         return file.with_name(f"{file.stem}{LABEL}.png")
     return (Path(folder) / file.relative_to(root)).with_suffix(".png")
 
 
 def find_mask(target: Path) -> Path | None:
-    """The file that holds a mask: ``target``, or one that differs in its suffix or label; None: there is none."""
+    """Find the file that holds a mask: ``target``, or one that differs in its suffix or label; None: there is none."""
     endings = [ending for suffix in (".png", *SUFFIXES) for ending in (suffix, suffix.upper())]  # PNG first
     stems = [target.stem]
     if target.stem.endswith(LABEL):  # beside the picture
@@ -182,8 +188,8 @@ def find_mask(target: Path) -> Path | None:
 
 def mask_file(root: Path, folder: str | Path | None, links: Links, file: Path, size: Size) -> Mask:
     """Find and check the mask of a picture of the data folder ``root`` in a separate file; ``folder`` is
-    ``data.mask_path``. UnusableImage: there is no mask, it cannot be read, or its aspect ratio differs from the
-    picture's."""
+    ``data.mask_path``. Raises UnusableImage if there is no mask, it cannot be read, or its aspect ratio differs from
+    the picture's."""
     target = mask_target(root, folder, file)
     place = find_mask(target)
     if place is None:
@@ -206,9 +212,9 @@ def mask_file(root: Path, folder: str | Path | None, links: Links, file: Path, s
 
 
 def mask_pixels(view: Crop) -> np.ndarray:
-    """The mask of a crop (of a picture that has one), cropped, rotated and mirrored like the picture: fp32 [h, w], its
-    brightness or opacity, 0 to 255. UnusableImage: it cannot be read, has changed since the scan, or is black
-    everywhere."""
+    """Read the mask of a crop (of a picture that has one), cropped, rotated and mirrored like the picture: fp32 [h, w],
+    its brightness or opacity, 0 to 255. Raises UnusableImage if it cannot be read, has changed since the scan, or is
+    black everywhere."""
     from PIL import Image
 
     mask = view.image.mask
@@ -227,8 +233,8 @@ def mask_pixels(view: Crop) -> np.ndarray:
 
 
 def latent_mask(view: Crop, place: int) -> np.ndarray:
-    """The mask of a crop at the latents' resolution: uint8 [1, h / place, w / place], the mean of each square of
-    ``place`` pixels a side. UnusableImage: as ``mask_pixels``."""
+    """Reduce the mask of a crop to the latents' resolution: uint8 [1, h / place, w / place], the mean of each square of
+    ``place`` pixels a side. Raises UnusableImage as ``mask_pixels`` does."""
     import numpy as np
 
     pixels = mask_pixels(view)
@@ -238,7 +244,7 @@ def latent_mask(view: Crop, place: int) -> np.ndarray:
 
 
 def mask_identity(view: Crop) -> Json:
-    """Everything that a crop's mask depends on beside the crop itself."""
+    """Return all that a crop's mask depends on beside the crop itself."""
     mask = view.image.mask
     assert mask is not None
     return {"digest": mask.digest, "kind": mask.kind, "size": view.image.size, "version": VERSION}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from simpletune.data.prompts import prompt_of
-from simpletune.data.sources.accounts import joined
+from simpletune.data.sources.accounts import join_accounts
 from simpletune.data.sources.augmentation import format_augmentation
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.source import RejectedEntry, Scan, Source, SourceImage
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from simpletune.models.shared.family import Family
 
 
-def _listed(source: object) -> object:
-    """ValueError: a stream. The plan mixes pictures that it lists; a stream's rows are ordered by their own shards."""
+def _refuse_stream(source: object) -> object:
+    """Refuse a stream. Raises ValueError: the plan mixes pictures that it lists; a stream's rows are in its shards'
+    order."""
     if isinstance(source, Mapping) and source.get("source") == "stream":
         raise ValueError(
             'source "stream" does not mix with other sources: the order of an epoch follows its shards, and repeats '
@@ -35,7 +36,7 @@ def _listed(source: object) -> object:
     return source
 
 
-One = Annotated[Folder | Table, Field(discriminator="source"), BeforeValidator(_listed)]
+One = Annotated[Folder | Table, Field(discriminator="source"), BeforeValidator(_refuse_stream)]
 
 
 class MultiSource(Option):
@@ -77,12 +78,12 @@ Data = Annotated[Folder | Table | Stream | MultiSource, Field(discriminator="sou
 
 
 def subjects(data: Source | MultiSource) -> list[Source]:
-    """The sources that are not for regularization."""
+    """Return the sources that are not for regularization."""
     return [source for source in data.members if not source.regularization]
 
 
 def field_of(data: Source | MultiSource, index: int, name: str) -> str:
-    """The dotted path of a source's field: ``data.path``, or ``data.sources.0.path`` of one of several."""
+    """Return the dotted path of a source's field: ``data.path``, or ``data.sources.0.path`` of one of several."""
     return f"data.{name}" if isinstance(data, Source) else f"data.sources.{index}.{name}"
 
 
@@ -108,7 +109,7 @@ def source_rules(data: Source | MultiSource) -> Iterator[Problem]:
 
 
 def inpainting_rules(data: Source | MultiSource, model: Family) -> Iterator[Problem]:
-    """What sources say of holes is for models that inpaint; the model's configuration must be known."""
+    """Check that only models that inpaint have sources with holes; the model's configuration must be known."""
     for index, source in enumerate(data.members):
         for name, value in (("inpainting_mask", source.inpainting_mask), ("inpainting_loss", source.inpainting_loss)):
             if value in ("own", "inside") and not model.inpaints:
@@ -123,7 +124,7 @@ def inpainting_rules(data: Source | MultiSource, model: Family) -> Iterator[Prob
 def source_notes(
     data: Source | MultiSource, images: Sequence[SourceImage] = (), inpaints: bool = False
 ) -> Iterator[str]:
-    """What a user should know about variants; ``images`` are all sources', if they were scanned. ``inpaints``:
+    """Say what a user should know about variants; ``images`` are all sources', if they were scanned. ``inpaints``:
     whether the model does, as far as is known."""
     for index, source in enumerate(data.members):
         several = any(len(image.captions) > 1 for image in images if image.source == index)
@@ -177,12 +178,12 @@ def scan_sources(data: Source | MultiSource) -> Scan:
         sum((Counter(scan.left_alone) for scan in scans), Counter[str]()),
         tuple(dict.fromkeys(hint for scan in scans for hint in scan.hints)),
         tuple(dict.fromkeys(note for scan in scans for note in scan.notes)),
-        joined((f"{source.path}/", scan.files) for source, scan in zip(data.members, scans, strict=True)),
+        join_accounts((f"{source.path}/", scan.files) for source, scan in zip(data.members, scans, strict=True)),
     )
 
 
 def _with_hint_at_hdr(scan: Scan) -> Scan:
-    """A source's scan with a hint at its pictures of high dynamic range."""
+    """Add a hint at pictures of high dynamic range to a source's scan."""
     hdr = [image for image in scan.images if image.decoding.hdr]
     if not hdr:
         return scan
@@ -198,7 +199,7 @@ def _with_hint_at_hdr(scan: Scan) -> Scan:
 def with_paths(
     data: Folder | Table | Stream | MultiSource, change: Callable[[str], str]
 ) -> Folder | Table | Stream | MultiSource:
-    """The same sources with every path of pictures and masks changed."""
+    """Change every path of pictures and masks."""
     if isinstance(data, MultiSource):
         return data.model_copy(update={"sources": [with_paths(source, change) for source in data.sources]})
     masks = {"mask_path": change(data.mask_path)} if isinstance(data, Folder) and data.mask_path is not None else {}
@@ -206,25 +207,25 @@ def with_paths(
 
 
 def example_prompt(data: Source | MultiSource, seed: int) -> str:
-    """The prompt of the first picture that is not for regularization; ``demo:`` names are resolved. UserError: there is
-    no such picture, or a source cannot be scanned."""
+    """Return the prompt of the first picture that is not for regularization; ``demo:`` names are resolved. Raises
+    UserError if there is no such picture, or a source cannot be scanned."""
     for image in scan_sources(data).images:
         if not data.members[image.source].regularization:
             return prompt_of(image, data.members[image.source], seed, 0)
     raise UserError(f"data.path: {data.place} contains no usable pictures. Add some")
 
 
-def stopping(data: Source | MultiSource, rejected: Sequence[RejectedEntry]) -> list[RejectedEntry]:
-    """The unusable entries of the sources whose ``on_error`` is ``stop``."""
+def stopping_entries(data: Source | MultiSource, rejected: Sequence[RejectedEntry]) -> list[RejectedEntry]:
+    """List the unusable entries of the sources whose ``on_error`` is ``stop``."""
     return [each for each in rejected if data.members[each.source].on_error == "stop"]
 
 
-def too_small(images: Sequence[SourceImage], data: Source | MultiSource, step: int = STEP) -> list[RejectedEntry]:
+def find_too_small(images: Sequence[SourceImage], data: Source | MultiSource, step: int = STEP) -> list[RejectedEntry]:
     """Reject pictures that would have to be scaled up by more than their source's ``max_upscale``; ``step`` is that of
     buckets, in pixels."""
     rejected = []
     for image in images:
         source = data.members[image.source]
-        if reason := source.too_small(image.size, step, field_of(data, image.source, "max_upscale")):
+        if reason := source.explain_too_small(image.size, step, field_of(data, image.source, "max_upscale")):
             rejected.append(RejectedEntry(image.name, reason, source=image.source))
     return rejected

@@ -14,7 +14,7 @@ from typing import Any
 from simpletune.data.sources.captions import MAX_BYTES, METADATA, TEXTS, Metadata, read_lines, validate_caption
 from simpletune.data.sources.folder_names import MissingCaption
 from simpletune.data.sources.source import RejectedEntry, UnusableImage
-from simpletune.data.sources.walk import OUTSIDE, Links, is_outside, is_text, read_regular, readable
+from simpletune.data.sources.walk import OUTSIDE, Links, is_outside, is_text, read_regular, replace_surrogates
 from simpletune.system.options import join_names
 from simpletune.system.portable import name_inside
 
@@ -36,15 +36,15 @@ NOT_TEXT = "is not UTF-8 text, nor UTF-16 with a mark"
 
 
 def decode_text(data: bytes) -> str:
-    """Decode UTF-8, or UTF-16 or UTF-32 with a mark. UnusableImage: it is none of them."""
+    """Decode UTF-8, or UTF-16 or UTF-32 with a mark. Raises UnusableImage if it is none of them."""
     try:
         return data.decode(next((encoding for mark, encoding in MARKS if data.startswith(mark)), "utf-8-sig"))
     except UnicodeDecodeError:
         raise UnusableImage(NOT_TEXT) from None
 
 
-def folded(name: str) -> str:
-    """A name as most file systems compare it: composed (NFC), in any case of letters."""
+def fold_name(name: str) -> str:
+    """Fold a name as most file systems compare it: composed (NFC), in any case of letters."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
@@ -93,23 +93,24 @@ class Sidecars:
             self._read_json([each for each in images if each not in self._lines and each not in self._beside])
 
     def __len__(self) -> int:
-        """How many pictures have a caption, usable or not."""
+        """Count the pictures that have a caption, usable or not."""
         return len(self._lines.keys() | self._beside.keys())
 
-    def described(self) -> str:
-        """Where the captions come from."""
+    def describe(self) -> str:
+        """Describe where the captions come from."""
         lines = dict.fromkeys(file.name for file, _, _ in self._lines.values())
         ends = dict.fromkeys(_ending(image, file) for image, files in self._beside.items() for file in files)
         texts = [f"{join_names(sorted(ends))} files beside the pictures"] if ends else []
         return " and ".join([*(list(lines) if len(lines) < 4 else [f"{len(lines):,} .json files"]), *texts])
 
     def files_of(self, image: Path) -> list[Path]:
-        """The files that hold a picture's captions."""
+        """Return the files that hold a picture's captions."""
         line = self._lines.get(image)
         return [*([line[0]] if line else []), *self._beside.get(image, [])]
 
     def caption_of(self, image: Path) -> tuple[str, ...]:
-        """The captions of a picture. UnusableImage: none is usable, or two files differ; MissingCaption: none."""
+        """Return the captions of a picture. Raises UnusableImage if none is usable, or two files differ, MissingCaption
+        if there is none."""
         texts = {file: self._text(file) for file in self._beside.get(image, [])}
         found: set[tuple[str, ...]] = {(text,) for text in texts.values()}
         if image in self._lines:
@@ -118,12 +119,12 @@ class Sidecars:
         if not found:
             raise MissingCaption(f"has no caption: {image.with_suffix(TEXTS[0]).name} is missing")
         if len(found) > 1:
-            names = " and ".join(readable(file.name) for file in self.files_of(image))
+            names = " and ".join(replace_surrogates(file.name) for file in self.files_of(image))
             raise UnusableImage(f"has two different captions: {names}. Keep one")
         return found.pop()
 
-    def left_over(self, used: set[Path]) -> dict[Path, str]:
-        """The files that may hold captions and were not used, with the reason."""
+    def list_left_over(self, used: set[Path]) -> dict[Path, str]:
+        """List the files that may hold captions and were not used, with the reason."""
         taken = {file for image in self._beside.keys() | self._lines.keys() for file in self.files_of(image)}
         left = {}
         for file in self._likely:
@@ -131,17 +132,17 @@ class Sidecars:
                 continue
             if file in self.damaged:
                 left[file] = self.damaged[file]
-            elif file in taken or file in self._of_apart or self._apart.beside(file) is not None:
+            elif file in taken or file in self._of_apart or self._apart.find_beside(file) is not None:
                 left[file] = UNUSED
-            elif file.suffix.lower() in TEXTS and folded(file.stem) not in TELLING:
-                left[file] = ELSEWHERE if self._images.somewhere(file.stem) else NO_IMAGE
+            elif file.suffix.lower() in TEXTS and fold_name(file.stem) not in TELLING:
+                left[file] = ELSEWHERE if self._images.has_anywhere(file.stem) else NO_IMAGE
             else:
-                image = self._images.beside(file)
+                image = self._images.find_beside(file)
                 left[file] = SECOND if image is not None and self.files_of(image) else UNKNOWN
         return left
 
     def _text(self, file: Path) -> str:
-        what = f"its caption {readable(file.name)}"
+        what = f"its caption {replace_surrogates(file.name)}"
         if self.links == "inside" and file.is_symlink() and is_outside(file, self.root):
             raise UnusableImage(f"{what} {OUTSIDE}")
         try:
@@ -154,11 +155,11 @@ class Sidecars:
         by_name: dict[tuple[Path, str], list[Path]] = {}
         for file in self._likely:
             if file.suffix.lower() in TEXTS:
-                by_name.setdefault((file.parent, folded(file.stem)), []).append(file)
+                by_name.setdefault((file.parent, fold_name(file.stem)), []).append(file)
         for image in images:
             found = [
-                *by_name.get((image.parent, folded(image.stem)), ()),
-                *by_name.get((image.parent, folded(image.name)), ()),
+                *by_name.get((image.parent, fold_name(image.stem)), ()),
+                *by_name.get((image.parent, fold_name(image.name)), ()),
             ]
             exact = [file for file in found if file.stem in (image.stem, image.name)]
             if found:
@@ -187,8 +188,8 @@ class Sidecars:
             RejectedEntry(f"{place}:{each.name.rpartition(':')[2]}", each.reason, "line") for each in found.rejected
         ]
         for name, captions in found.captions.items():
-            image = self._images.named(file.parent, name)
-            if image is None and self._apart.named(file.parent, name) is not None:
+            image = self._images.find_named(file.parent, name)
+            if image is None and self._apart.find_named(file.parent, name) is not None:
                 self._of_apart.add(file)
             elif image is None:
                 why = f"names {name!r}, which is no picture here"
@@ -197,14 +198,14 @@ class Sidecars:
                 self._lines[image] = file, captions, f"its text in {place}"
 
     def _read_json(self, images: Sequence[Path]) -> None:
-        """The JSON of each picture, then those for many."""
-        files = {(file.parent, folded(file.stem)): file for file in self._likely if file.suffix.lower() == ".json"}
+        """Read the JSON of each picture, then those for many."""
+        files = {(file.parent, fold_name(file.stem)): file for file in self._likely if file.suffix.lower() == ".json"}
         wanted = set(images)
         for image in images:
             for name in (image.stem, image.name):
-                file = files.get((image.parent, folded(name)))
+                file = files.get((image.parent, fold_name(name)))
                 if file is not None and (captions := _captions_in(_load(file))):
-                    self._lines[image] = file, captions, f"its text in {readable(file.name)}"
+                    self._lines[image] = file, captions, f"its text in {replace_surrogates(file.name)}"
                     wanted.discard(image)
         taken = {file for file, _, _ in self._lines.values()}
         for file in files.values() if wanted else ():
@@ -217,9 +218,9 @@ class Sidecars:
             return
         for name, entry in entries.items():
             captions = _kohya_captions(entry)
-            image = self._images.any_form(file.parent, name) if captions else None
+            image = self._images.find_any_form(file.parent, name) if captions else None
             if image in wanted:
-                self._lines[image] = file, captions, f"its entry in {readable(file.name)}"
+                self._lines[image] = file, captions, f"its entry in {replace_surrogates(file.name)}"
                 wanted.discard(image)
 
 
@@ -232,42 +233,45 @@ class _Names:
         self._stems, self._bare = dict[str, Path | None](), dict[str, Path | None]()
         for each in images:
             for index, key in (
-                (self._folded, folded(str(each))), (self._stems, folded(str(each.with_suffix("")))),
-                (self._bare, folded(each.stem)), (self._bare, folded(each.name)),
-            ):  # fmt: skip
+                (self._folded, fold_name(str(each))),
+                (self._stems, fold_name(str(each.with_suffix("")))),
+                (self._bare, fold_name(each.stem)),
+                (self._bare, fold_name(each.name)),
+            ):
                 index[key] = None if key in index else each  # None: several
 
-    def exact(self, path: Path) -> Path | None:
-        """The picture of a path; None: there is none, or there are several in other cases."""
-        return self._exact.get(str(path)) or self._folded.get(folded(str(path)))
+    def find_exact(self, path: Path) -> Path | None:
+        """Return the picture of a path; None: there is none, or there are several in other cases."""
+        return self._exact.get(str(path)) or self._folded.get(fold_name(str(path)))
 
-    def named(self, folder: Path, name: str) -> Path | None:
-        """The picture in a folder by its path from there, or from the root."""
-        found = self.exact(folder / name) or self.exact(self.root / name)
+    def find_named(self, folder: Path, name: str) -> Path | None:
+        """Return the picture in a folder by its path from there, or from the root."""
+        found = self.find_exact(folder / name) or self.find_exact(self.root / name)
         return found if found is not None and found.is_relative_to(folder) else None
 
-    def beside(self, file: Path) -> Path | None:
-        """The picture of the same name as a file, NAME or NAME.jpg."""
-        return self.stem(file.with_suffix("")) or self.exact(file.with_suffix(""))
+    def find_beside(self, file: Path) -> Path | None:
+        """Return the picture of the same name as a file, NAME or NAME.jpg."""
+        return self.find_stem(file.with_suffix("")) or self.find_exact(file.with_suffix(""))
 
-    def stem(self, path: Path) -> Path | None:
-        """The picture of a path without its suffix."""
-        return self._stems.get(folded(str(path)))
+    def find_stem(self, path: Path) -> Path | None:
+        """Return the picture of a path without its suffix."""
+        return self._stems.get(fold_name(str(path)))
 
-    def somewhere(self, stem: str) -> bool:
-        """Whether a picture in any folder has this name, with or without suffix."""
-        return folded(stem) in self._bare
+    def has_anywhere(self, stem: str) -> bool:
+        """Return whether a picture in any folder has this name, with or without suffix."""
+        return fold_name(stem) in self._bare
 
-    def any_form(self, folder: Path, name: str) -> Path | None:
-        """The picture of a key of sd-scripts: a path or a name, with or without suffix, perhaps of another machine."""
+    def find_any_form(self, folder: Path, name: str) -> Path | None:
+        """Return the picture of a key of sd-scripts: a path or a name, with or without suffix, perhaps of another
+        machine."""
         if not is_text(name) or "\0" in name:
             return None
         plain = name.replace("\\", "/")
         inside = name_inside(plain)
         for base in (folder, self.root) if inside else ():
-            if found := self.exact(base / str(inside)) or self.stem(base / str(inside)):
+            if found := self.find_exact(base / str(inside)) or self.find_stem(base / str(inside)):
                 return found
-        return self._bare.get(folded(PurePosixPath(plain).name))
+        return self._bare.get(fold_name(PurePosixPath(plain).name))
 
 
 def _ending(image: Path, file: Path) -> str:
@@ -275,7 +279,7 @@ def _ending(image: Path, file: Path) -> str:
 
 
 def _load(file: Path, most: int = MAX_BYTES) -> Any:
-    """A file's JSON; None: it is none, or cannot be read."""
+    """Read a file's JSON; None: it is none, or cannot be read."""
     try:
         return json.loads(decode_text(read_regular(file, most)))
     except (UnusableImage, ValueError, RecursionError):  # left over, and named
@@ -283,7 +287,7 @@ def _load(file: Path, most: int = MAX_BYTES) -> Any:
 
 
 def _captions_in(entry: object) -> tuple[str, ...]:
-    """The captions of an object with one of the fields of a caption; empty: it has none."""
+    """Return the captions of an object with one of the fields of a caption; empty: it has none."""
     value = next((entry[key] for key in KEYS if key in entry), None) if isinstance(entry, dict) else None
     values = value if isinstance(value, list) else [value]
     texts = tuple(text for text in values if isinstance(text, str) and text.strip() and is_text(text))
@@ -300,7 +304,7 @@ def _kohya_captions(entry: object) -> tuple[str, ...]:
 
 
 def _read_csv(text: str) -> Metadata:
-    """Read a metadata.csv. UnusableImage: it lacks a column."""
+    """Read a metadata.csv. Raises UnusableImage if it lacks a column."""
     rows = csv.DictReader(io.StringIO(text, newline=""))
     columns = list(rows.fieldnames or [])
     key = next((key for key in KEYS if key in columns), None)

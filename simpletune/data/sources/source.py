@@ -30,7 +30,7 @@ class BytesOnDemand:
     by_row: bool
 
     def read_same(self) -> bytes:
-        """Read the bytes again. UnusableImage: they cannot be read, or have changed since the scan."""
+        """Read the bytes again. Raises UnusableImage if they cannot be read, or have changed since the scan."""
         data = self.read()
         if not self.by_row and hashlib.sha256(data).hexdigest() != self.digest:
             raise UnusableImage("has changed since the folder was scanned. Restart")
@@ -62,7 +62,7 @@ class Hole:
     draw: int = 0
 
     def identity(self) -> Json:
-        """Everything that its pixels depend on beside the crop."""
+        """Return all that its pixels depend on beside the crop."""
         return {"kind": self.kind, "draw": self.draw, "version": HOLES_VERSION}
 
 
@@ -70,7 +70,7 @@ class Decoding(NamedTuple):
     """How a picture is decoded, where that is out of the ordinary."""
 
     changes: str = ""
-    """What of its pixels follows rules that version 0.1.0 did not have, in words: a part of its key in the cache."""
+    """What of its pixels follows rules that version 0.1.0 did not have: a part of its key in the cache."""
     hdr: str = ""  # its transfer function for high dynamic range, PQ or HLG; empty: it has none
 
 
@@ -238,13 +238,13 @@ class Source(Option):
         return self.path
 
     def bucket(self, image: Size, step: int = STEP) -> Size:
-        """The size in pixels that a picture of this size is cropped to, in multiples of ``step``."""
+        """Return the size in pixels that a picture of this size is cropped to, in multiples of ``step``."""
         if self.aspect == "square":
             return self.resolution, self.resolution
         return nearest_bucket(image, self.resolution, self.max_aspect, step)
 
-    def too_small(self, image: Size, step: int, field: str) -> str | None:
-        """Why a picture of this size would have to be scaled up by more than ``max_upscale``, which messages call
+    def explain_too_small(self, image: Size, step: int, field: str) -> str | None:
+        """Say why a picture of this size would have to be scaled up by more than ``max_upscale``, which messages call
         ``field``; None: it would not."""
         scale = upscaling(image, self.bucket(image, step))
         if self.max_upscale is None or scale <= self.max_upscale:

@@ -62,7 +62,7 @@ class Stream(Source):
     streamed: ClassVar[bool] = True
 
     def scan(self, path: Path) -> Scan:
-        """As for ``Source``, but examine only ``LOOKED_AT`` rows or fewer, from blocks spread over the data set."""
+        """Scan as ``Source`` does, but only ``LOOKED_AT`` rows or fewer, from blocks spread over the data set."""
         rows = self.rows()
         images, rejected = list[SourceImage](), list[RejectedEntry]()
         count = len(rows.starts) - 1  # of blocks, of which BLOCKS evenly spread ones are looked into
@@ -105,7 +105,7 @@ class Stream(Source):
 
     def rows(self, local: Path | None = None) -> ShardedRows:
         """Open the data set and read its index; ``local`` keeps shards that are fetched whole (None: a temporary
-        folder). UserError: it is missing or damaged, or lacks a column."""
+        folder). Raises UserError if it is missing or damaged, or lacks a column."""
         from simpletune.data.storage.dataset import Columns, open_rows
 
         size = (self.width_column, self.height_column) if self.aspect == "buckets" else None
@@ -119,8 +119,8 @@ class Stream(Source):
         return f"the column {self.caption_column}"
 
     def image(self, rows: ShardedRows, row: int, size: Size, step: int) -> SourceImage:
-        """A row as a picture of the size that its columns give (with squares, that of the square), without reading its
-        bytes yet. UnusableImage: its caption cannot be used. UserError: its shard is damaged."""
+        """Return a row as a picture of the size that its columns give (with squares, that of the square), without
+        reading its bytes yet. Raises UnusableImage if its caption cannot be used, UserError if its shard is damaged."""
         if self.prompt is not None:
             captions = [self.prompt]
         else:
@@ -134,19 +134,28 @@ class Stream(Source):
         on = "" if self.background == "white" else f", on {self.background}"
         decoding = Decoding(f"each row by its header{on}")  # which nobody has read yet
         found = SourceImage(
-            rows.name(row), first, size, digest, read, more=tuple(more), mask=mask, by_row=True, decoding=decoding,
+            rows.name(row),
+            first,
+            size,
+            digest,
+            read,
+            more=tuple(more),
+            mask=mask,
+            by_row=True,
+            decoding=decoding,
             background=self.background,
-        )  # fmt: skip
+        )
         return settle_captions(found, self.caption_lines == "several") if self.prompt is None else found
 
     def _read(self, rows: ShardedRows, row: int, bucket: Size, step: int) -> bytes:
-        """Read a row's picture, and make the checks that other sources make while scanning. UnusableImage: it is
-        missing, damaged or too small, or its aspect ratio differs from its columns. UserError: its shard is damaged."""
+        """Read a row's picture, and make the checks that other sources make while scanning. Raises UnusableImage if it
+        is missing, damaged or too small, or its aspect ratio differs from its columns, UserError if its shard is
+        damaged."""
         value = _bytes(rows, row)
         size = image_size(value)
         if self.bucket(size, step) != bucket:
             raise UnusableImage(f"is {size[0]}x{size[1]}, and its columns say another shape. Fix the columns")
-        if reason := self.too_small(size, step, "data.max_upscale"):
+        if reason := self.explain_too_small(size, step, "data.max_upscale"):
             raise UnusableImage(reason)
         if self.mask == "alpha":
             require_alpha(value)
@@ -154,7 +163,7 @@ class Stream(Source):
 
 
 def _bytes(rows: ShardedRows, row: int) -> bytes:
-    """The bytes in a row's cell: plain, or in {bytes, path}. UnusableImage: there are none."""
+    """Return the bytes in a row's cell: plain, or in {bytes, path}. Raises UnusableImage if there are none."""
     value = rows.image(row)
     if isinstance(value, dict):
         value = value.get("bytes")

@@ -17,11 +17,11 @@ from pydantic import Field
 
 from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.captions import MAX_BYTES, cell_captions, settle_lines
-from simpletune.data.sources.folder_names import SPLITS, split_named
+from simpletune.data.sources.folder_names import SPLITS, split_of_word
 from simpletune.data.sources.image_files import decoding_of, image_size
 from simpletune.data.sources.masks import alpha_mask
 from simpletune.data.sources.source import RejectedEntry, Scan, Source, SourceImage, UnusableImage
-from simpletune.data.sources.walk import account_tables, is_outside, read_regular, too_large
+from simpletune.data.sources.walk import account_tables, format_too_large, is_outside, read_regular
 from simpletune.system.options import Problem, UserError, join_names, plural
 from simpletune.system.printable import printable_name
 
@@ -81,7 +81,7 @@ class Table(Source):
         else:  # on the Hub
             from simpletune.system.hub import data_set_folder
 
-            words = SPLITS.get(wanted := split_named(self.split), (self.split,))
+            words = SPLITS.get(wanted := split_of_word(self.split), (self.split,))
             folder = data_set_folder(self.path, [f"*{word}*.parquet" for word in words])
             held, notes = [file for file in _table_files(folder) if file.suffix == ".parquet"], []
             files = [file for file in held if _split_of(folder, file) == wanted]
@@ -117,7 +117,7 @@ class Table(Source):
         return Scan(images, rejected, described, notes=tuple(notes), files=accounts)
 
     def _files(self, path: Path) -> tuple[list[Path], list[str]]:
-        """The files on disk to read, and notes about those that are left out.
+        """List the files on disk to read, and notes about those that are left out.
 
         Raises:
             UserError: the split is not there, or ``state.json`` names what is not there.
@@ -135,7 +135,7 @@ class Table(Source):
             notes.append(f"{about} left out, which datasets keeps beside its data: {join_names(left)}")
         if not kept:
             raise UserError(f"data.path: {self.path} contains no data but {join_names(left)}. Give the file to read it")
-        splits, wanted = {file: _split_of(path, file) for file in kept}, split_named(self.split)
+        splits, wanted = {file: _split_of(path, file) for file in kept}, split_of_word(self.split)
         known = sorted({split for split in splits.values() if split is not None})
         chosen = [file for file in kept if splits[file] == wanted]
         if not chosen and wanted not in SPLITS:
@@ -158,7 +158,7 @@ class Table(Source):
         return chosen, notes
 
     def _require_columns(self, files: Sequence[Path]) -> None:
-        """Check that every file has the columns to read, before any row is. UserError: one has not."""
+        """Check that every file has the columns to read, before any row is. Raises UserError if one has not."""
         columns = {"image_column": self.image_column}
         if self.prompt is None:
             columns["caption_column"] = self.caption_column
@@ -200,7 +200,7 @@ class Table(Source):
         if isinstance(caption, str):
             captions = [caption]
         elif (length := _text_bytes(caption)) > MAX_BYTES:
-            raise UnusableImage(f"{what} {too_large(length, MAX_BYTES)}")
+            raise UnusableImage(f"{what} {format_too_large(length, MAX_BYTES)}")
         else:
             try:
                 captions = cell_captions(caption.as_py(), what)
@@ -224,7 +224,7 @@ class Table(Source):
 
 
 def _table_files(path: Path) -> list[Path]:
-    """The tables that a path names or holds. UserError: a folder cannot be read."""
+    """List the tables that a path names or holds. Raises UserError if a folder cannot be read."""
 
     def refuse(error: OSError) -> None:
         raise UserError(
@@ -238,7 +238,7 @@ def _table_files(path: Path) -> list[Path]:
 
 
 def _saved_files(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Of the tables in a folder those that hold its data: without what datasets' ``map`` and ``shuffle`` write there.
+    """Return those tables in a folder that hold its data: not what datasets' ``map`` and ``shuffle`` write there.
 
     Raises:
         UserError: its state.json names a file that is not there, or rows to choose by their numbers.
@@ -260,14 +260,14 @@ def _saved_files(folder: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def _split_of(root: Path, file: Path) -> str | None:
-    """The split that the names of a file and of its folders below ``root`` say, the file's own first; None: they say
-    none."""
+    """Return the split that the names of a file and of its folders below ``root`` say, the file's own first; None: they
+    say none."""
     within = file.relative_to(root)
     if (root / SPLIT_LIST).is_file() and len(within.parts) > 1:
-        return split_named(within.parts[0])  # a folder for each split
+        return split_of_word(within.parts[0])  # a folder for each split
     shard = SHARD.match(file.stem)
     if shard and file.parent.name == "data" and shard[1] != "data":
-        return split_named(shard[1])
+        return split_of_word(shard[1])
     for name in (file.stem, *reversed(within.parts[:-1])):
         words = re.split(r"[^a-z0-9]+", name.lower())
         for split, known in SPLITS.items():
@@ -308,7 +308,7 @@ class _Opened:
 
 @lru_cache(maxsize=8)
 def _open(file: Path) -> _Opened:
-    """Open a file. UserError: it cannot be read, is of another kind than its suffix says, or damaged."""
+    """Open a file. Raises UserError if it cannot be read, is of another kind than its suffix says, or damaged."""
     import pyarrow as pa
 
     try:
@@ -323,7 +323,7 @@ def _open(file: Path) -> _Opened:
 def _require_small(
     file: Path, group: pyarrow.parquet.RowGroupMetaData, number: int, columns: Collection[str], caption_column: str
 ) -> None:
-    """Check that a row group's columns are small enough to read. UserError: one is too large."""
+    """Check that a row group's columns are small enough to read. Raises UserError if one is too large."""
     sizes: Counter[str] = Counter()
     for place in range(group.num_columns):
         column = group.column(place)
@@ -338,7 +338,7 @@ def _require_small(
 
 
 def _batches(file: Path, number: int, columns: list[str]) -> Iterator[pyarrow.RecordBatch]:
-    """Yield the columns of one row group or record batch in parts. UserError: the file is damaged."""
+    """Yield the columns of one row group or record batch in parts. Raises UserError if the file is damaged."""
     import pyarrow as pa
 
     opened = _open(file)
@@ -359,7 +359,7 @@ def _damaged(file: Path, error: Exception) -> UserError:
 
 
 def _text_bytes(cell: pyarrow.Scalar) -> int:
-    """The size of a cell of strings in bytes, without converting it to Python; 0 for other types."""
+    """Return the size of a cell of strings in bytes, without converting it to Python; 0 for other types."""
     import pyarrow as pa
 
     if cell.is_valid and (pa.types.is_list(cell.type) or pa.types.is_large_list(cell.type)):

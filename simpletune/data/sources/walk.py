@@ -56,7 +56,7 @@ class FoundFiles:
 
 
 def is_outside(path: str | Path, root: str | Path) -> bool:
-    """Whether a path lies outside a folder once links are resolved."""
+    """Return whether a path lies outside a folder once links are resolved."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
@@ -64,7 +64,7 @@ OUTSIDE = "is a symbolic link to a target outside the data folder. Copy the targ
 
 
 def _is_foreign(name: str, folder: bool, reading: Reading) -> bool:
-    """Whether a file or folder of this name is hidden, or is known to be another program's."""
+    """Return whether a file or folder of this name is hidden, or is known to be another program's."""
     low = name.lower()
     if folder:
         return name.startswith(".") or (reading == "any" and low in FOREIGN_FOLDERS)
@@ -129,7 +129,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _relative(path: str, root: Path) -> str:
-    return readable(Path(path).relative_to(root).as_posix())
+    return replace_surrogates(Path(path).relative_to(root).as_posix())
 
 
 def read_regular(file: str | Path, limit: int = MAX_BYTES) -> bytes:
@@ -143,20 +143,20 @@ def read_regular(file: str | Path, limit: int = MAX_BYTES) -> bytes:
     except regular_files.NotRegular:
         raise UnusableImage("is not a regular file") from None
     except regular_files.TooLarge as error:
-        raise UnusableImage(too_large(error.size or limit + 1, limit)) from None
+        raise UnusableImage(format_too_large(error.size or limit + 1, limit)) from None
     except OSError as error:
         raise UnusableImage(f"cannot be read ({error.strerror or error})") from None
     except ValueError:
         raise UnusableImage("cannot be read (not a valid file name)") from None
 
 
-def too_large(size: int, limit: int) -> str:
-    """The reason to reject a file or a text of more than ``limit`` bytes."""
+def format_too_large(size: int, limit: int) -> str:
+    """Return the reason to reject a file or a text of more than ``limit`` bytes."""
     return f"has {size:,} bytes; the limit is {limit:,}"
 
 
 def is_text(value: str) -> bool:
-    """Whether a string can be encoded as UTF-8; lone surrogates (from file names in other encodings) cannot."""
+    """Return whether a string can be encoded as UTF-8; lone surrogates (from file names in other encodings) cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -164,29 +164,29 @@ def is_text(value: str) -> bool:
     return True
 
 
-def readable(name: str) -> str:
+def replace_surrogates(name: str) -> str:
     """Make a name valid UTF-8 by replacing lone surrogates with question marks."""
     return name.encode("utf-8", "replace").decode()
 
 
 def account_tables(root: Path, used: Collection[str], left: Mapping[str, str]) -> Accounts:
-    """What each file of a folder of tables or shards is. ``used``: the names, relative or not, of those that are read;
-    ``left``: those that are not, with the reason."""
+    """Say what each file of a folder of tables or shards is. ``used``: the names, relative or not, of those that are
+    read; ``left``: those that are not, with the reason."""
     found = walk(root, "inside")
     images, foreign = set(found.images), set(found.foreign)
     classes: dict[str, tuple[FileClass, str]] = {}
     for file in (*found.images, *found.others, *found.foreign):
         name = file.relative_to(root).as_posix()
         if file in foreign or file.name.lower() in DATA_SET_FILES:
-            classes[readable(name)] = "foreign", ""
+            classes[replace_surrogates(name)] = "foreign", ""
         elif name in used or file.name in used:
-            classes[readable(name)] = "table", ""
+            classes[replace_surrogates(name)] = "table", ""
         elif name in left:
-            classes[readable(name)] = "left over", left[name]
+            classes[replace_surrogates(name)] = "left over", left[name]
         elif file in images:
-            classes[readable(name)] = "left over", "lies beside tables, and is read only where a row names it"
+            classes[replace_surrogates(name)] = "left over", "lies beside tables, and is read only where a row names it"
         else:
-            classes[readable(name)] = "not read", "neither a table nor a picture"
+            classes[replace_surrogates(name)] = "not read", "neither a table nor a picture"
     for each in found.rejected:
         classes[f"{each.name}/" if each.kind == "folder" else each.name] = "left over", each.reason
     return Accounts(classes)

@@ -65,7 +65,7 @@ class Cache(ABC):
 
     @abstractmethod
     def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
-        """The keys that still have to be encoded. Sets damaged samples aside and says so.
+        """Return the keys that still have to be encoded. Sets damaged samples aside and says so.
 
         Verifies the checksums if the samples take at most ``READ_WHOLE`` bytes in total and are on this machine.
         Otherwise checks only headers and lengths; the content is then verified at first use.
@@ -79,8 +79,8 @@ class Cache(ABC):
         """
 
     @abstractmethod
-    def claimed(self, keys: Iterable[str], share: KeyRange = ALONE, together: int = 1) -> Iterator[list[str]]:
-        """Claim keys to encode, as ``KeyedFolder.claimed`` does.
+    def claim(self, keys: Iterable[str], share: KeyRange = ALONE, together: int = 1) -> Iterator[list[str]]:
+        """Claim keys to encode, as ``KeyedFolder.claim`` does.
 
         Raises:
             UserError: an object store does not answer. What was encoded is kept, and the next start stores it.
@@ -126,15 +126,12 @@ class Cache(ABC):
         """Set a sample aside; return words for what was done."""
 
     def size_of(self, key: str) -> int:
-        """The size in bytes of a sample that is worth fetching ahead; 0: none, or it is on this machine."""
+        """Return the size in bytes of a sample that is worth fetching ahead; 0: none, or it is on this machine."""
         return 0
 
     def fetch(self, key: str) -> None:
-        """Fetch a sample from an object store to this machine, unless it is already there.
-
-        Raises:
-            UserError: the store does not answer, or the sample is damaged.
-        """
+        """Fetch a sample from an object store, unless it is here. Raises UserError if the store fails or it is
+        damaged."""
         assert not self.remote, "a cache in an object store has its own"
 
 
@@ -233,7 +230,7 @@ class FileCache(KeyedFolder, Cache):
                 content = _read(handle, 0, size if whole else 8)
                 if not whole:
                     content = _read(handle, 0, min(size, 8 + int.from_bytes(content, "little")))
-                about, start, layout = _parsed(content, size)
+                about, start, layout = _parse_header(content, size)
                 if not whole:
                     layout = tuple(place for place in layout if place[0] in (only or ()))
                     first, end = span(layout)
@@ -260,7 +257,7 @@ class FileCache(KeyedFolder, Cache):
 
 
 def _bytes(files: Iterable[Path]) -> int:
-    """The size of files in bytes, without those that another process has just removed."""
+    """Sum the sizes of files in bytes, without those that another process has just removed."""
     size = 0
     for file in files:
         with suppress(FileNotFoundError):
@@ -269,12 +266,12 @@ def _bytes(files: Iterable[Path]) -> int:
 
 
 def name_of(key: str) -> str:
-    """The name of a key's sample: 32 hexadecimal digits of its hash, the first of which are its place."""
+    """Name a key's sample: 32 hexadecimal digits of its hash, the first of which are its place."""
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """The CRC-32 of CPU tensors, including their names, types and shapes."""
+    """Compute the CRC-32 of CPU tensors, including their names, types and shapes."""
     import torch
 
     value = 0
@@ -286,7 +283,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _read(handle: FileIO, start: int, end: int) -> bytearray:
-    """Read a file's bytes from ``start`` up to ``end``, exclusively; a ``ValueError`` if there are fewer."""
+    """Read a file's bytes from ``start`` up to ``end``, exclusively. Raises ValueError if there are fewer."""
     content = bytearray(end - start)
     handle.seek(start)
     done = 0
@@ -298,9 +295,9 @@ def _read(handle: FileIO, start: int, end: int) -> bytearray:
     return content
 
 
-def _parsed(content: bytearray, size: int) -> tuple[dict[str, str], int, Layout]:
-    """The strings of a safetensors header, the first byte after it, and its tensors, from a file's first bytes and its
-    size; a ValueError, KeyError, TypeError or AttributeError if the header is damaged or the file truncated."""
+def _parse_header(content: bytearray, size: int) -> tuple[dict[str, str], int, Layout]:
+    """Parse a safetensors header from a file's first bytes and its size: its strings, the first byte after it, and its
+    tensors. Raises ValueError, KeyError, TypeError or AttributeError if it is damaged or the file truncated."""
     start = 8 + int.from_bytes(content[:8], "little")
     if start > len(content):
         raise ValueError("its header is truncated")
@@ -313,15 +310,15 @@ def _parsed(content: bytearray, size: int) -> tuple[dict[str, str], int, Layout]
 
 
 def span(layout: Layout) -> tuple[int, int]:
-    """The first byte of some tensors, and the one after the last; a ``KeyError`` if a type is unknown."""
+    """Return the first byte of some tensors, and the one after the last. Raises KeyError if a type is unknown."""
     starts = [offset for *_, offset in layout]
     ends = [offset + TYPES[kind].bytes * math.prod(shape) for _, kind, shape, offset in layout]
     return min(starts, default=0), max(ends, default=0)
 
 
 def sample_tensors(content: bytearray, layout: Layout, start: int = 0) -> dict[str, Tensor]:
-    """A sample's tensors, which share the memory of ``content``, where their offsets begin at ``start``. ValueError:
-    there are too few bytes, or a type is unknown."""
+    """Return a sample's tensors, which share the memory of ``content``, where their offsets begin at ``start``. Raises
+    ValueError if there are too few bytes, or a type is unknown."""
     import torch
 
     found = {}
@@ -338,8 +335,8 @@ def sample_tensors(content: bytearray, layout: Layout, start: int = 0) -> dict[s
 
 
 def crop_key(crop: Crop) -> str:
-    """Everything that a picture's latents and their mask depend on, or those of a picture with a hole, apart from the
-    autoencoder."""
+    """Return the key of a picture's latents and their mask, or of those of a picture with a hole: all that they depend
+    on apart from the autoencoder."""
     if crop.hole is not None and crop.hole.kind == "whole":  # nothing of the picture is left
         return json.dumps({"bucket": crop.bucket, "hole": crop.hole.identity(), "version": LATENTS_VERSION})
     cut = {"bucket": crop.bucket, "offset": crop.offset, "flip": crop.flip, "version": LATENTS_VERSION}

@@ -30,11 +30,11 @@ class KeyRange:
     of: int = 1
 
     def owner(self, key: str) -> int:
-        """The index of the process whose share contains a key."""
+        """Return the index of the process whose share contains a key."""
         return place_of(key) * self.of // PLACES
 
     def count(self, keys: int) -> int:
-        """About how many of ``keys`` keys each process encodes; at least 1."""
+        """Estimate how many of ``keys`` keys each process encodes; at least 1."""
         return -(-keys // self.of) or 1
 
 
@@ -63,19 +63,16 @@ class KeyedFolder(ABC):
     def remove_unfinished(self, ranges: Ranges) -> None:
         """Delete the partial files that no process is writing."""
 
-    def claimed(
+    def claim(
         self,
         keys: Iterable[str],
         share: KeyRange = ALONE,
         together: int = 1,
         is_done: Callable[[str], bool] | None = None,
     ) -> Iterator[list[str]]:
-        """Claim keys to encode, in groups. A group stays locked against other processes until the next one is
-        requested.
-
-        Claims the keys of the share first, then keys that other processes have not begun, from the end of their shares,
-        and last, after waiting, keys that others locked but did not write. Deletes the partial files of killed
-        processes.
+        """Claim keys to encode, in groups, each locked against other processes until the next one is requested: first
+        the keys of the share, then those that other processes have not begun, from the end of their shares, and last,
+        after waiting, those that others locked but did not write. Deletes the partial files of killed processes.
 
         Args:
             keys: the keys to encode.

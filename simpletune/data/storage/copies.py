@@ -43,7 +43,7 @@ class LocalCopies:
         return content if got == len(content) else None
 
     def __contains__(self, name: str) -> bool:
-        """Whether a file is there; marks it as used."""
+        """Return whether a file is there; marks it as used."""
         try:
             os.utime(self.folder / name)
         except FileNotFoundError:

@@ -20,7 +20,7 @@ def open_rows(
     local: Path | None = None,
     local_gib: float = 16.0,
 ) -> ShardedRows:
-    """Open a data set and read its index; a ``UserError`` if it is missing or damaged, or lacks a column.
+    """Open a data set and read its index. Raises UserError if it is missing or damaged, or lacks a column.
 
     Args:
         place: a file, a folder, a pattern, or a URL of one of them.

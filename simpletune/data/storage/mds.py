@@ -85,9 +85,9 @@ class MDSRows(ShardedRows):
         super().__init__(files.place, shards, blocks, columns)
 
     def notes(self) -> list[str]:
-        """Notes for the user: hashes that are not verified."""
+        """Return notes for the user: hashes that are not verified."""
         hashes = {name for entry in self._entries for name in entry.file.hashes}
-        bare = sum(not verifiable(entry.file.hashes) for entry in self._entries)
+        bare = sum(not verifiable_hashes(entry.file.hashes) for entry in self._entries)
         if not bare:
             return []
         why = f"unsupported kinds: {', '.join(sorted(hashes))}" if hashes else "the index has none"
@@ -104,7 +104,7 @@ class MDSRows(ShardedRows):
             )
         kinds = {column: kind for column, kind, _ in entry.columns}
         require_columns(columns, list(kinds), name)
-        for field, column in columns.named().items():
+        for field, column in columns.by_field().items():
             known = {"image_column": IMAGES, "caption_column": CAPTIONS}.get(field, tuple(SIZES))
             if kinds[column] not in known:
                 raise UserError(
@@ -121,7 +121,7 @@ class MDSRows(ShardedRows):
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
     def _sample(self, block: int, row: int) -> dict[str, bytes]:
-        """The columns of a sample."""
+        """Read the columns of a sample."""
         shard = int(self._shard_of[block])
         entry, offsets = self._entries[shard], self._offsets_of(shard)
         start, end = int(offsets[row]), int(offsets[row + 1])
@@ -158,7 +158,7 @@ class MDSRows(ShardedRows):
         return found
 
     def _bytes(self, entry: MDSShard, start: int, end: int) -> bytes | bytearray:
-        """Bytes of a shard's verified content."""
+        """Read bytes of a shard's verified content."""
         if not entry.compression:
             return self._files.read(self._folder + entry.raw.name, start, end)
 
@@ -172,13 +172,14 @@ class MDSRows(ShardedRows):
         return self._raw.get(entry.raw.name, unzipped)[start:end]
 
     def _offsets_of(self, shard: int) -> np.ndarray:
-        """The offsets of a shard's samples, and of the last one's end; verifies the shard's hashes at first use."""
+        """Read the offsets of a shard's samples, and of the last one's end; verifies the shard's hashes at first
+        use."""
         with self._lock:
             if shard in self._offsets:
                 return self._offsets[shard]
             entry = self._entries[shard]
             name, end = self._folder + entry.raw.name, entry.raw.bytes
-            if not entry.compression and verifiable(entry.raw.hashes):
+            if not entry.compression and verifiable_hashes(entry.raw.hashes):
                 verify(entry.raw, (self._files.read(name, at, min(end, at + PIECE)) for at in range(0, end, PIECE)))
             head = 4 * (entry.samples + 2)
             numbers = np.frombuffer(self._bytes(entry, 0, min(head, end)), "<u4")
@@ -191,14 +192,14 @@ class MDSRows(ShardedRows):
             return self._offsets[shard]
 
 
-def verifiable(hashes: Mapping[str, str]) -> list[str]:
-    """The algorithms of a file's hashes that Python supports."""
+def verifiable_hashes(hashes: Mapping[str, str]) -> list[str]:
+    """Return the algorithms of a file's hashes that Python supports."""
     return sorted(ALGORITHMS.intersection(hashes))
 
 
 def verify(stored: MDSFile, pieces: Iterable[bytes | bytearray]) -> None:
-    """Raise a ``UserError`` if a file's content, in pieces, has other hashes than those in the index."""
-    running = {name: hashlib.new(name) for name in verifiable(stored.hashes)}
+    """Check a file's content, in pieces, against the index. Raises UserError if it has other hashes."""
+    running = {name: hashlib.new(name) for name in verifiable_hashes(stored.hashes)}
     for piece in pieces:
         for each in running.values():
             each.update(piece)
@@ -215,7 +216,7 @@ def damaged_shard_error(entry: MDSShard, why: str) -> UserError:
 
 
 def read_index(data: bytes | bytearray, place: str) -> list[MDSShard]:
-    """Read an index, which ``place`` names in messages; a ``UserError`` if it is not that of an MDS data set."""
+    """Read an index, which ``place`` names in messages. Raises UserError if it is not that of an MDS data set."""
     found = []
     try:
         for shard in json.loads(data)["shards"]:
@@ -255,7 +256,7 @@ def _number(value: object) -> int:
 
 
 def _width(kind: object, size: object) -> int | None:
-    """The bytes of a column in each sample; None: it varies."""
+    """Return the bytes of a column in each sample; None: it varies."""
     if size is None and kind not in SIZES:
         return None
     width = _number(size)

@@ -48,14 +48,14 @@ class ParquetRows(ShardedRows):
 
     def __init__(self, files: DataFiles, columns: Columns, split: str | None = None):
         self._files, self._lock = files, threading.Lock()
-        self._open = lru_cache(maxsize=OPEN)(self._opened)
+        self._open = lru_cache(maxsize=OPEN)(self._open_file)
         self._images: LruCache[ChunkedArray] = LruCache()
         self._captions: LruCache[ChunkedArray] = LruCache(MOST_CAPTIONS)
         shards, blocks = list[Shard](), list[Block]()
         for name, size in files.shards(PARQUET, split).items():
             footer, digest = self._footer(name, size, columns)
             shards.append(Shard(name, footer.num_rows, digest))
-            with reading(name, "its footer"):
+            with explain_damage(name, "its footer"):
                 groups = [_block(footer, shards, number, columns) for number in range(footer.num_row_groups)]
                 if sum(group.rows for group in groups) != footer.num_rows or any(group.rows < 0 for group in groups):
                     raise ValueError(f"its row groups do not have its {footer.num_rows:,} rows")
@@ -63,9 +63,9 @@ class ParquetRows(ShardedRows):
         super().__init__(files.place, shards, blocks, columns)
 
     def _footer(self, name: str, size: int, columns: Columns) -> tuple[FileMetaData, str]:
-        """A file's footer, and a digest of the footer, the file's length and the pictures' column."""
-        with reading(name, "its footer"):
-            opened = self._opened(name)
+        """Read a file's footer, and a digest of the footer, the file's length and the pictures' column."""
+        with explain_damage(name, "its footer"):
+            opened = self._open(name)
             if opened.metadata.num_rows:
                 require_columns(columns, opened.schema_arrow.names, name)
             tail = self._files.read(name, size - 8, size)
@@ -75,15 +75,15 @@ class ParquetRows(ShardedRows):
             opened.close()
         return found, hashlib.sha256(about.encode()).hexdigest()
 
-    def _opened(self, name: str) -> ParquetFile:
+    def _open_file(self, name: str) -> ParquetFile:
         import pyarrow.parquet as pq
 
         return pq.ParquetFile(self._files.open(name), page_checksum_verification=True)
 
     def _table(self, block: int, columns: Sequence[str]) -> Table:
-        """Some columns of a row group."""
+        """Read some columns of a row group."""
         name, number = self.shards[self._shard_of[block]].name, int(self._number_of[block])
-        with self._lock, reading(name, f"its row group {number}"):
+        with self._lock, explain_damage(name, f"its row group {number}"):
             table = self._open(name).read_row_group(number, columns=list(columns), use_threads=False)
             wanted = int(self.starts[block + 1] - self.starts[block])
             if table.num_rows != wanted:
@@ -96,7 +96,7 @@ class ParquetRows(ShardedRows):
             return table[column], table.nbytes
 
         cache = self._captions if column == self.columns.caption else self._images
-        with reading(self.shards[self._shard_of[block]].name, f"its column {column}"):
+        with explain_damage(self.shards[self._shard_of[block]].name, f"its column {column}"):
             cell = cache.get(block, read)[row]
             try:
                 value: object = cell.as_py()
@@ -108,13 +108,13 @@ class ParquetRows(ShardedRows):
 
     def _sizes(self, block: int, columns: tuple[str, str]) -> np.ndarray:
         table = self._table(block, columns)
-        with reading(self.shards[self._shard_of[block]].name, f"its columns {columns}"):
+        with explain_damage(self.shards[self._shard_of[block]].name, f"its columns {columns}"):
             return np.stack([table[name].cast("int64").fill_null(0).to_numpy() for name in columns], axis=1)
 
 
 @contextmanager
-def reading(name: str, what: str) -> Iterator[None]:
-    """Instead of pyarrow's error, raise a ``UserError`` that names the damaged file."""
+def explain_damage(name: str, what: str) -> Iterator[None]:
+    """Turn pyarrow's error into one that names the damaged file. Raises UserError instead of it."""
     import pyarrow as pa
 
     try:
@@ -127,7 +127,7 @@ def reading(name: str, what: str) -> Iterator[None]:
 
 
 def _block(footer: FileMetaData, shards: list[Shard], number: int, columns: Columns) -> Block:
-    """The block of a row group in the last shard, with the uncompressed size of its pictures."""
+    """Return the block of a row group in the last shard, with the uncompressed size of its pictures."""
     group, sizes = footer.row_group(number), Counter[str]()
     if group.num_columns != footer.num_columns:  # pyarrow ends the process at a column that the schema lacks
         raise ValueError(f"row group {number} has {group.num_columns} columns, the schema {footer.num_columns}")

@@ -36,8 +36,8 @@ class Columns:
     caption: str | None
     size: tuple[str, str] | None = None
 
-    def named(self) -> dict[str, str]:
-        """The columns, by the configuration field that names them."""
+    def by_field(self) -> dict[str, str]:
+        """Return the columns, by the configuration field that names them."""
         found = {"image_column": self.image}
         if self.caption is not None:
             found["caption_column"] = self.caption
@@ -45,8 +45,9 @@ class Columns:
 
 
 def require_columns(columns: Columns, known: Sequence[str], where: str) -> None:
-    """Raise a ``UserError`` if a column to read is not among the known ones, which the file ``where`` lists."""
-    for field, name in columns.named().items():
+    """Check the columns to read against the known ones, which the file ``where`` lists. Raises UserError if one is
+    missing."""
+    for field, name in columns.by_field().items():
         if name in known:
             continue
         more = " (data.aspect=square needs no sizes)" if field in ("width_column", "height_column") else ""
@@ -78,7 +79,7 @@ class LruCache(Generic[Value]):
         self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
 
     def get(self, key: Hashable, read: Callable[[], tuple[Value, int]]) -> Value:
-        """A block's value; if it is not held, ``read`` returns it and its size in bytes."""
+        """Return a block's value; if it is not held, ``read`` returns it and its size in bytes."""
         with self._lock:
             if key not in self._values:
                 self._values[key] = read()
@@ -97,7 +98,7 @@ class Notes:
         self._lock = threading.Lock()
 
     def get(self, row: int, read: Callable[[], object]) -> object:
-        """A row's value; an unknown one is read and stored, unless JSON cannot represent it."""
+        """Return a row's value; an unknown one is read and stored, unless JSON cannot represent it."""
         if (place := int(self._places[row])) >= 0:
             with self._lock:
                 assert self._file is not None
@@ -152,36 +153,36 @@ class ShardedRows(ABC):
         return int(self.starts[-1])
 
     def notes(self) -> list[str]:
-        """Notes for the user about the data set."""
+        """Return notes for the user about the data set."""
         return []
 
     def blocks_of(self, rows: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.starts, rows, side="right") - 1
 
     def name(self, row: int) -> str:
-        """A row's name for messages: its shard and its number there."""
-        shard, within = _located(self._shard_starts, row)
+        """Return a row's name for messages: its shard and its number there."""
+        shard, within = _locate(self._shard_starts, row)
         return f"{self.shards[shard].name}#{within:08d}"
 
     def key(self, row: int) -> str:
-        """SHA-256 of a row's shard and its number there, which needs no reading of the row."""
-        shard, within = _located(self._shard_starts, row)
+        """Return the SHA-256 of a row's shard and its number there, which needs no reading of the row."""
+        shard, within = _locate(self._shard_starts, row)
         return hashlib.sha256(f"{self.shards[shard].digest}:{within}".encode()).hexdigest()
 
     def caption(self, row: int) -> object:
-        """A row's caption cell; None if there is one prompt for all."""
+        """Read a row's caption cell; None if there is one prompt for all."""
         column = self.columns.caption
         if column is None:
             return None
-        return self._notes.get(row, lambda: self._cell(*_located(self.starts, row), column))
+        return self._notes.get(row, lambda: self._cell(*_locate(self.starts, row), column))
 
     def image(self, row: int) -> object:
-        """A row's picture cell; a ``UserError`` if its shard is damaged."""
-        return self._cell(*_located(self.starts, row), self.columns.image)
+        """Read a row's picture cell. Raises UserError if its shard is damaged."""
+        return self._cell(*_locate(self.starts, row), self.columns.image)
 
     def sizes(self) -> np.ndarray:
-        """The pictures' (width, height) from the size columns: int64 [rows, 2]; a ``UserError`` if a shard is damaged,
-        or a size is not positive."""
+        """Read the pictures' (width, height) from the size columns: int64 [rows, 2]. Raises UserError if a shard is
+        damaged, or a size is not positive."""
         assert self.columns.size is not None
         found = np.concatenate([self._sizes(block, self.columns.size) for block in range(len(self.block_bytes))])
         bad = np.flatnonzero((found <= 0).any(axis=1))
@@ -194,15 +195,15 @@ class ShardedRows(ABC):
 
     @abstractmethod
     def _cell(self, block: int, row: int, column: str) -> object:
-        """The picture's or caption's cell in a row of a block; bytes for text that is not UTF-8. UnusableImage: it
-        cannot be used."""
+        """Read the picture's or caption's cell in a row of a block; bytes for text that is not UTF-8. Raises
+        UnusableImage if it cannot be used."""
 
     @abstractmethod
     def _sizes(self, block: int, columns: tuple[str, str]) -> np.ndarray:
-        """The sizes of a block's pictures: int64 [rows, 2]."""
+        """Read the sizes of a block's pictures: int64 [rows, 2]."""
 
 
-def _located(starts: np.ndarray, row: int) -> tuple[int, int]:
-    """The number of the shard or block that has a row, and the row's number there."""
+def _locate(starts: np.ndarray, row: int) -> tuple[int, int]:
+    """Return the number of the shard or block that has a row, and the row's number there."""
     number = int(np.searchsorted(starts, row, side="right")) - 1
     return number, row - int(starts[number])

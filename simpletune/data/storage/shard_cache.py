@@ -88,7 +88,7 @@ class ShardCache(Cache):
         self._lock = Lock()
 
     def location(self, key: str) -> SampleLocation | None:
-        """Where a sample is; None if it is in no shard."""
+        """Return where a sample is; None if it is in no shard."""
         return self.index.samples.find(name_of(key))
 
     def __contains__(self, key: str) -> bool:
@@ -123,14 +123,14 @@ class ShardCache(Cache):
             except DamagedSample as reason:
                 say(f"cache   {reason}: {self._set_aside(key)}; encoding it again")
 
-    def claimed(self, keys: Iterable[str], share: KeyRange = ALONE, together: int = 1) -> Iterator[list[str]]:
+    def claim(self, keys: Iterable[str], share: KeyRange = ALONE, together: int = 1) -> Iterator[list[str]]:
         """Claim keys to encode; joins what was encoded into shards along the way and at the end."""
         keys = list(keys)
         if self.remote and share.of > 1:  # it cannot claim keys of other machines
             keys = [key for key in keys if share.owner(key) == share.number]
             share = ALONE
         with _store_errors():
-            for group in self.staged.claimed(keys, share, together, self.__contains__):
+            for group in self.staged.claim(keys, share, together, self.__contains__):
                 yield group
                 self._writer.join(everything=False, wait=False)
             self._writer.join(everything=True, wait=True)
@@ -161,9 +161,9 @@ class ShardCache(Cache):
         at = self.location(key)
         if self.copies is None or at is None or self._copy(at) in self.copies:
             return
-        with _store_errors(), self._alone(at):
+        with _store_errors(), self._sample_lock(at):
             if self._copy(at) not in self.copies:
-                self._fetched(key, at, self.copies)
+                self._fetch_verified(key, at, self.copies)
 
     def _read(self, key: str, at: SampleLocation, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """Read a sample, or only some of its tensors.
@@ -182,7 +182,9 @@ class ShardCache(Cache):
             except StoreError as error:  # in a folder: the shard is gone or truncated
                 raise DamagedSample(str(error)) from None
             tensors = (
-                self._checked(key, at, content) if layout == at.layout else sample_tensors(content, layout, -first)
+                self._verify_sample(key, at, content)
+                if layout == at.layout
+                else sample_tensors(content, layout, -first)
             )
         else:
             tensors = self._read_remote(key, at, self.copies)
@@ -193,24 +195,24 @@ class ShardCache(Cache):
         copy = copies.get(self._copy(at))
         if copy is not None:
             try:
-                return self._checked(key, at, copy)
+                return self._verify_sample(key, at, copy)
             except DamagedSample:  # damaged on this machine; the store may have an intact copy
                 copies.remove(self._copy(at))
         began = time.perf_counter()
         try:
-            with self._alone(at):
+            with self._sample_lock(at):
                 copy = copies.get(self._copy(at))
-                return self._fetched(key, at, copies) if copy is None else self._checked(key, at, copy)
+                return self._fetch_verified(key, at, copies) if copy is None else self._verify_sample(key, at, copy)
         finally:
             self.waited += time.perf_counter() - began
 
-    def _fetched(self, key: str, at: SampleLocation, copies: LocalCopies) -> dict[str, Tensor]:
+    def _fetch_verified(self, key: str, at: SampleLocation, copies: LocalCopies) -> dict[str, Tensor]:
         """Fetch a sample and keep a copy."""
         for left in reversed(range(READS)):
             content = self.shards.read(at.shard, at.start, at.start + at.size)
             self.staged.sound.discard(key)
             try:
-                tensors = self._checked(key, at, content)
+                tensors = self._verify_sample(key, at, content)
             except DamagedSample:
                 if not left:
                     raise
@@ -219,8 +221,8 @@ class ShardCache(Cache):
             return tensors
         raise AssertionError("unreachable")
 
-    def _checked(self, key: str, at: SampleLocation, content: bytearray) -> dict[str, Tensor]:
-        """The tensors in a sample's bytes; verifies the checksum once per process."""
+    def _verify_sample(self, key: str, at: SampleLocation, content: bytearray) -> dict[str, Tensor]:
+        """Return the tensors in a sample's bytes; verifies the checksum once per process."""
         where = f"{key[:80]!r} in shard {at.shard} of {self.shards} is damaged"
         try:
             tensors = sample_tensors(content, at.layout)
@@ -233,11 +235,11 @@ class ShardCache(Cache):
         return tensors
 
     def _copy(self, at: SampleLocation) -> str:
-        """The name of a sample's local copy; it includes the shard."""
+        """Return the name of a sample's local copy; it includes the shard."""
         return f"{self.label}/{at.name}.{zlib.crc32(at.shard.encode()):08x}"
 
-    def _alone(self, at: SampleLocation) -> Lock:
-        """A lock that one thread holds while it fetches this sample."""
+    def _sample_lock(self, at: SampleLocation) -> Lock:
+        """Return a lock that one thread holds while it fetches this sample."""
         with self._lock:
             if len(self._fetching) > 4096:
                 self._fetching = {name: lock for name, lock in self._fetching.items() if lock.locked()}
@@ -304,7 +306,7 @@ class ShardWriter:
                 key = str((read_header(file).get("__metadata__") or {}).get("key"))
                 if key not in self.staged.sound:
                     self.staged.load(key)
-            damaged = {shard for _, shard in self.shards.damaged()}
+            damaged = {shard for _, shard in self.shards.list_damaged()}
             for again in count():  # until it has a name that no damaged shard has
                 shard, joined = write_shard(new, self.staged.folder.parent / "joined", again)
                 if shard not in damaged:

@@ -60,11 +60,12 @@ class DataFiles:
         self._known = dict(sorted(known.items()))
 
     def sizes(self, suffix: str | tuple[str, ...] = "") -> dict[str, int]:
-        """The sizes in bytes of the files whose names end so, by name, sorted."""
+        """Return the sizes in bytes of the files whose names end so, by name, sorted."""
         return {name: size for name, (size, _) in self._known.items() if name.endswith(suffix)}
 
     def shards(self, suffixes: tuple[str, ...], split: str | None) -> dict[str, int]:
-        """The sizes of the files whose names end so and contain ``split``. UserError: there are none."""
+        """Return the sizes of the files whose names end so and contain ``split``. Raises UserError if there are
+        none."""
         found = {name: size for name, size in self.sizes(suffixes).items() if split is None or split in name}
         if not found:
             of = "" if split is None else f" with {split!r} in its name"
@@ -73,11 +74,11 @@ class DataFiles:
         return found
 
     def version(self, name: str) -> str | None:
-        """A value that changes with a file's content; None if unknown."""
+        """Return a value that changes with a file's content; None if unknown."""
         return self._known[name][1] or None
 
     def identity(self, name: str) -> dict[str, str]:
-        """What changes with the content of a file without hashes: its version, or the bytes at some places."""
+        """Return what changes with the content of a file without hashes: its version, or the bytes at some places."""
         if version := self.version(name):
             return {"version": version}
         size = self._known[name][0]
@@ -107,7 +108,8 @@ class DataFiles:
             return self._copies.open(copy, size, lambda file: file.writelines(self._pieces(name, 0, size)))
 
     def read(self, name: str, start: int, end: int) -> bytes | bytearray:
-        """Read bytes from ``start`` up to ``end``, exclusively. UserError: they cannot be read, or there are fewer."""
+        """Read bytes from ``start`` up to ``end``, exclusively. Raises UserError if they cannot be read, or there are
+        fewer."""
         if self._copies is not None:
             with self.open(name) as file, self._errors():
                 file.seek(start)
@@ -124,7 +126,7 @@ class DataFiles:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise a ``UserError`` that says what to do, instead of the store's error."""
+        """Turn the store's error into one that says what to do. Raises UserError instead of it."""
         try:
             yield
         except StoreError as error:

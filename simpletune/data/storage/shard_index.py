@@ -60,13 +60,13 @@ class SampleIndex:
 
     @classmethod
     def read(cls, content: bytes) -> SampleIndex:
-        """Read an ``index.parquet``, without its keys; a ``UserError`` if it is damaged."""
+        """Read an ``index.parquet``, without its keys. Raises UserError if it is damaged."""
         index, parts = cls(), {field: [column] for field, column in cls()._sorted.items()}
-        with _opened(content) as table:
+        with _open(content) as table:
             for batch in table.iter_batches(BATCH, columns=list(COLUMNS)):
                 names = np.frombuffer(b"".join(batch.column("name").to_pylist()), ">u8").reshape(-1, 2)
-                shards = _renumbered(batch.column("shard"), index._shards.number)
-                layouts = _renumbered(batch.column("tensors"), lambda text: index._layouts.number(parse_layout(text)))
+                shards = _renumber(batch.column("shard"), index._shards.number)
+                layouts = _renumber(batch.column("tensors"), lambda text: index._layouts.number(parse_layout(text)))
                 found = {"high": names[:, 0], "low": names[:, 1], "shard": shards, "layout": layouts}
                 found |= {field: batch.column(field).to_numpy() for field in ("start", "size", "crc32")}
                 for field, kind in FIELDS.items():
@@ -99,7 +99,7 @@ class SampleIndex:
         return own in self._recent or self._place(own, self._sorted) is not None
 
     def find(self, name: str) -> SampleLocation | None:
-        """Where a sample is, as a row without its key; None if it is in no shard."""
+        """Return where a sample is, as a row without its key; None if it is in no shard."""
         own = numbers_of(name)
         row = self._recent.get(own)
         if row is None:
@@ -158,7 +158,7 @@ class SampleIndex:
 
 def read_rows(content: bytes) -> Iterator[SampleLocation]:
     """Read the rows of an ``index.parquet`` with their keys, a part at a time."""
-    with _opened(content) as table:
+    with _open(content) as table:
         for batch in table.iter_batches(BATCH, columns=["key", *COLUMNS]):
             for row in batch.to_pylist():
                 name, layout = row.pop("name").hex(), parse_layout(row.pop("tensors"))
@@ -166,14 +166,14 @@ def read_rows(content: bytes) -> Iterator[SampleLocation]:
 
 
 def named_shards(content: bytes) -> list[str]:
-    """The shards that an ``index.parquet`` covers."""
-    with _opened(content) as table:
+    """List the shards that an ``index.parquet`` covers."""
+    with _open(content) as table:
         return [str(shard) for shard in json.loads((table.metadata.metadata or {})[COVERED])]
 
 
 @contextmanager
-def _opened(content: bytes) -> Iterator[ParquetFile]:
-    """An ``index.parquet``; a ``UserError`` if it turns out damaged within this context."""
+def _open(content: bytes) -> Iterator[ParquetFile]:
+    """Open an ``index.parquet``. Raises UserError if it turns out damaged within this context."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -206,7 +206,7 @@ def write_rows(rows: Iterable[SampleLocation], shards: Iterable[str]) -> bytes:
     return content.getvalue()
 
 
-def _renumbered(column: object, number: Callable[[str], int]) -> np.ndarray:
+def _renumber(column: object, number: Callable[[str], int]) -> np.ndarray:
     """Map a dictionary column's words to numbers."""
     words: list[str] = column.dictionary.to_pylist()  # type: ignore[attr-defined]
     indices: np.ndarray = column.indices.to_numpy()  # type: ignore[attr-defined]
@@ -240,7 +240,7 @@ class ShardIndex:
         return self._samples
 
     def is_stale(self) -> bool:
-        """Whether a process of this machine has stored shards since the last ``refresh``."""
+        """Return whether a process of this machine has stored shards since the last ``refresh``."""
         return self.store.stamp() != self._stamp
 
     def refresh(self) -> None:
@@ -253,7 +253,7 @@ class ShardIndex:
         stamp, names = self.store.stamp(), self.store.names()
         samples = self._samples if self._samples is not None else self._read(required=names is None)
         if names is not None:
-            gone, damaged = samples.shards - set(names), self.store.damaged()
+            gone, damaged = samples.shards - set(names), self.store.list_damaged()
             samples.remove(gone, damaged)
             self._outdated = self._outdated or bool(gone)
             new = sorted(set(names) - samples.shards)
@@ -331,7 +331,7 @@ class ShardIndex:
         raise StoreError(f"{self.store}: the index keeps changing")
 
     def _all_rows(self, stored: bytes | None) -> Iterator[SampleLocation]:
-        """The rows of the stored index that still count, then the rows of the shards that it lacks."""
+        """Yield the rows of the stored index that still count, then the rows of the shards that it lacks."""
         named = set[str]()
         if stored is not None:
             try:

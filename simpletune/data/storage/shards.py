@@ -88,7 +88,7 @@ def write_shard(files: Sequence[Path], folder: Path, again: int = 0) -> tuple[st
 
 
 def _content(file: Path) -> bytes:
-    """A file's content after its header, padded."""
+    """Return a file's content after its header, padded."""
     with open(file, "rb") as handle:
         handle.seek(8 + int.from_bytes(handle.read(8), "little"))
         content = handle.read()
@@ -96,7 +96,8 @@ def _content(file: Path) -> bytes:
 
 
 def sample_locations(shard: str, header: Mapping[str, object], start: int) -> list[SampleLocation]:
-    """The samples of a shard, from its header and the first byte after it; a ``UserError`` if it is not a shard's."""
+    """Locate the samples of a shard from its header and the first byte after it. Raises UserError if it is not a
+    shard's."""
     about = header.get("__metadata__")
     places: dict[str, list[tuple[int, int, str, str, tuple[int, ...]]]] = {}
     try:
@@ -157,14 +158,14 @@ class ShardStore:
         return self.store.url
 
     def names(self) -> dict[str, int] | None:
-        """The sizes of all shards by name; None if they cannot be listed, on a web server."""
+        """Return the sizes of all shards by name; None if they cannot be listed, on a web server."""
         if self.store.read_only:
             return None
         found = send_with_retries(lambda: self.store.keys(f"{SHARDS}/"))
         return {Path(key).name[: -len(SUFFIX)]: size for key, size in found.items() if key.endswith(SUFFIX)}
 
-    def damaged(self) -> set[tuple[str, str]]:
-        """The samples that are no longer used, as pairs of a sample's name and its shard."""
+    def list_damaged(self) -> set[tuple[str, str]]:
+        """Return the samples that are no longer used, as pairs of a sample's name and its shard."""
         if self.store.read_only:
             return set()
         pairs = [Path(key).name.partition(".") for key in send_with_retries(lambda: self.store.keys(f"{DAMAGED}/"))]
@@ -182,7 +183,7 @@ class ShardStore:
             write_text(self._journal, f"{shard}\n", shared=True)
 
     def set_aside(self, name: str, shard: str) -> str:
-        """Mark a sample as damaged, and return where this is recorded; a ``UserError`` on a web server."""
+        """Mark a sample as damaged, and return where this is recorded. Raises UserError on a web server."""
         if self.store.read_only:
             raise UserError(
                 f"output.cache: the sample {name} of shard {shard} in {self} is damaged, and this can only be read. "
@@ -196,7 +197,7 @@ class ShardStore:
         return f"{self}/{key}"
 
     def stamp(self) -> int:
-        """A number that changes when another process of this machine has stored a shard."""
+        """Return a number that changes when another process of this machine has stored a shard."""
         try:
             return self._journal.stat().st_mtime_ns
         except FileNotFoundError:

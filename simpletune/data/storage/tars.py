@@ -23,7 +23,7 @@ from simpletune.data.sources.captions import MAX_BYTES as MAX_CAPTION
 from simpletune.data.sources.captions import TEXTS
 from simpletune.data.sources.image_files import image_size
 from simpletune.data.sources.source import UnusableImage
-from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, readable, too_large
+from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, format_too_large, replace_surrogates
 from simpletune.data.storage.rows import BLOCKS_IN_MEMORY, MAX_BLOCK, Block, Columns, LruCache, Shard, ShardedRows
 from simpletune.data.storage.shard_files import TARS, DataFiles
 from simpletune.system.console import counting
@@ -53,9 +53,9 @@ class TarRows(ShardedRows):
         self._odd, self._bare, self._endings = list[str](), 0, set[str]()
         self._keys, shards, blocks, places = list[list[str]](), list[Shard](), list[Block](), list[np.ndarray]()
         for number, name in enumerate(files.shards(TARS, split)):
-            rows, digest = self._listed(name, columns)
+            rows, digest = self._list_rows(name, columns)
             shards.append(Shard(name, len(rows), digest))
-            self._keys.append([readable(key) for key in rows])
+            self._keys.append([replace_surrogates(key) for key in rows])
             places.append(np.array(list(rows.values()), dtype=np.int64).reshape(-1, 5))
             # A compressed tar is one block, since it is decompressed whole.
             part = np.cumsum(places[-1][:, 1]) // (BLOCKS_IN_MEMORY if name.endswith(".tar") else MAX_BLOCK)
@@ -72,7 +72,7 @@ class TarRows(ShardedRows):
         super().__init__(files.place, shards, blocks, columns)
 
     def notes(self) -> list[str]:
-        """Notes for the user: members that are left out."""
+        """Return notes for the user: members that are left out."""
         found = []
         if self._odd:
             named = ", ".join(printable_name(name) for name in self._odd[:NAMED])
@@ -89,8 +89,8 @@ class TarRows(ShardedRows):
         shard = int(np.searchsorted(self._shard_starts, row, side="right")) - 1
         return f"{self.shards[shard].name}#{self._keys[shard][row - int(self._shard_starts[shard])]}"
 
-    def _listed(self, name: str, columns: Columns) -> tuple[dict[str, list[int]], str]:
-        """A tar's rows by their names, and a digest of its members' heads and of what identifies its content."""
+    def _list_rows(self, name: str, columns: Columns) -> tuple[dict[str, list[int]], str]:
+        """List a tar's rows by their names, with a digest of its members' heads and of what identifies its content."""
         images = [suffix[1:] for suffix in SUFFIXES] if columns.image == "image" else [columns.image.lower()]
         captions = [suffix[1:] for suffix in TEXTS] if columns.caption == "text" else [(columns.caption or "").lower()]
         rows = dict[str, list[int]]()
@@ -117,8 +117,8 @@ class TarRows(ShardedRows):
         return found, digest.hexdigest()
 
     def _members(self, name: str) -> Iterator[tarfile.TarInfo]:
-        """A tar's members. UserError: it is damaged."""
-        with self._opened(name) as file, reading(name), counting(f"reading {name}", "members") as count:
+        """Yield a tar's members. Raises UserError if it is damaged."""
+        with self._open(name) as file, explain_damage(name), counting(f"reading {name}", "members") as count:
             tar, before = tarfile.TarFile(fileobj=_Heads(file)), -1  # type: ignore[arg-type]
             while member := tar.next():
                 tar.members.clear()  # type: ignore[attr-defined]  # it keeps them all
@@ -131,12 +131,12 @@ class TarRows(ShardedRows):
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes any damage for the end
                 raise tarfile.ReadError(f"there is neither a member nor tar's end mark at byte {tar.offset:,}")
 
-    def _opened(self, name: str) -> IO[bytes]:
-        return self._files.open(name) if name.endswith(".tar") else BytesIO(self._decompressed(name))
+    def _open(self, name: str) -> IO[bytes]:
+        return self._files.open(name) if name.endswith(".tar") else BytesIO(self._decompress(name))
 
-    def _decompressed(self, name: str) -> bytes:
+    def _decompress(self, name: str) -> bytes:
         def read() -> tuple[bytes, int]:
-            with self._files.open(name) as file, reading(name), gzip.GzipFile(fileobj=file) as content:
+            with self._files.open(name) as file, explain_damage(name), gzip.GzipFile(fileobj=file) as content:
                 data = content.read(MAX_BLOCK + 1)
             if len(data) > MAX_BLOCK:
                 raise UserError(
@@ -149,20 +149,20 @@ class TarRows(ShardedRows):
     def _read(self, name: str, start: int, size: int) -> bytes:
         if name.endswith(".tar"):
             return bytes(self._files.read(name, start, start + size))
-        return self._decompressed(name)[start : start + size]
+        return self._decompress(name)[start : start + size]
 
     def _cell(self, block: int, row: int, column: str) -> object:
         name = self.shards[int(self._shard_of[block])].name
         at, size, caption_at, caption_size, in_json = map(int, self._places[int(self.starts[block]) + row])
         if column == self.columns.image:
             if size > MAX_BYTES:
-                raise UnusableImage(too_large(size, MAX_BYTES))
+                raise UnusableImage(format_too_large(size, MAX_BYTES))
             return self._read(name, at, size)
         if not caption_at:
             ending = TEXTS[0] if column == "text" else f".{column}"
             raise UnusableImage(f"has no caption: no {ending} and no .json has its name")
         if caption_size > MAX_CAPTION:
-            raise UnusableImage(f"its caption {too_large(caption_size, MAX_CAPTION)}")
+            raise UnusableImage(f"its caption {format_too_large(caption_size, MAX_CAPTION)}")
         data = self._read(name, caption_at, caption_size)
         try:
             text = data.decode("utf-8-sig")
@@ -179,7 +179,7 @@ class TarRows(ShardedRows):
         return fields[column]
 
     def _sizes(self, block: int, columns: tuple[str, str]) -> np.ndarray:
-        """The pictures' own sizes; 1x1 for one that cannot be used, which reading it says with the reason."""
+        """Read the pictures' own sizes; 1x1 for one that cannot be used, which reading it says with the reason."""
         found = np.ones((int(self.starts[block + 1] - self.starts[block]), 2), dtype=np.int64)
         for row in range(len(found)):
             try:
@@ -202,8 +202,8 @@ class _Heads:
 
 
 @contextmanager
-def reading(name: str) -> Iterator[None]:
-    """Instead of the libraries' errors, raise a ``UserError`` that names the damaged tar."""
+def explain_damage(name: str) -> Iterator[None]:
+    """Turn the libraries' errors into one that names the damaged tar. Raises UserError instead of them."""
     try:
         yield
     except DAMAGE as error:

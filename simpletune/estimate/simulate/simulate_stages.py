@@ -47,7 +47,7 @@ from simpletune.models.text.encoder import BATCH, OpenEncoder, Tokens
 from simpletune.stages.load import empty_autoencoder, empty_base, modulation_of
 from simpletune.stages.modulation_plan import ModulationSource
 from simpletune.stages.sample import ImageRequest, Sampler
-from simpletune.stages.step.attention import attention_by
+from simpletune.stages.step.attention import use_attention
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import silence
 from simpletune.system.phases import phase
@@ -207,7 +207,7 @@ def simulate_validation(
                 torch.no_grad(),
                 phase("evaluate"),
             ):
-                core.loss(denoiser, trained.batches.one_by_one())
+                core.loss(denoiser, trained.batches.single_batch())
             snapshots.append(accounting.peak)
         if config.validation.prompts != []:
             option, (width, height) = config.validation, config.image_size()
@@ -260,7 +260,7 @@ def simulate_generation(
     whole = None if modulation is None else WholeWindowModulation(modulation, wanted, request.steps)
     with accounting.allocating("activations"), torch.no_grad():
         with phase("sample"):
-            kernel = partial(attention_by, simulated_attention(config))
+            kernel = partial(use_attention, simulated_attention(config))
             sampler = Sampler(denoiser, model, config.precision, whole, attention=kernel, objective=config.objective)
             read = inpainting_input(config.model, (request.width, request.height), images)
             away = shorten(config.model, text)

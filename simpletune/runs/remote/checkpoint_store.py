@@ -39,12 +39,12 @@ from simpletune.system.stores.store import StoreError, send_with_retries
 class CheckpointStore(Protocol):
     """By what a run reports its checkpoints; does nothing by itself."""
 
-    def begins(self, step: int) -> None:
-        """Training begins after this many steps."""
+    def note_start(self, step: int) -> None:
+        """Note that training begins after this many steps."""
         return
 
-    def saved(self, step: int) -> None:
-        """A checkpoint has been written."""
+    def note_saved(self, step: int) -> None:
+        """Note that a checkpoint has been written."""
         return
 
 
@@ -58,7 +58,7 @@ class DamagedFile(StoreError):
 
 @contextmanager
 def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[CheckpointStore]:
-    """Within this context, keep a run in the object store that ``output.runs`` names; upload the last files at the end.
+    """Keep a run in the object store that ``output.runs`` names within this context; upload the last files at the end.
     Does nothing if ``output.runs`` is a folder.
 
     Args:
@@ -77,7 +77,7 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
         if resume in ("auto", "latest"):
             with wait_for_lock(folder.with_name(f".{folder.name}.fetch.lock"), "fetch   waiting for another process"):
                 fetch(store, folder)
-        owned = take(store, lambda stored: _owned(store, folder, stored, resume)) if is_first_process() else None
+        owned = take(store, lambda stored: _take_over(store, folder, stored, resume)) if is_first_process() else None
     except StoreError as error:
         raise UserError(f"output.runs: {error}. Check the URL, the credentials and the network") from None
     if owned is None:
@@ -88,8 +88,8 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
         yield uploader
 
 
-def _owned(store: ObjectStore, folder: Path, stored: RunIndex | None, resume: str | None) -> RunIndex:
-    """The index with which this process takes a run over, unless a new run would replace a stored one."""
+def _take_over(store: ObjectStore, folder: Path, stored: RunIndex | None, resume: str | None) -> RunIndex:
+    """Take a run over, and return its index, unless a new run would replace a stored one."""
     owner, machine = uuid.uuid4().hex, socket.gethostname()
     if stored is None:  # a new run, or one that has been deleted from the store
         known = linked_run(folder) if resume is not None else None

@@ -28,8 +28,8 @@ READS = 3  # attempts to read a damaged index
 TAKES = 8  # attempts to take a run over
 
 
-def _inside(key: str) -> str:
-    """A path that stays in the folder it is relative to, on every system."""
+def _require_inside(key: str) -> str:
+    """Check that a path stays in the folder it is relative to, on every system."""
     parts = key.split("/")
     if any(part in ("", ".", "..") or part != part.strip() for part in parts) or not key.isprintable() or "\\" in key:
         raise ValueError("leads out of the run's folder")
@@ -54,7 +54,7 @@ class StoredCheckpoint(BaseModel):
     files: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")], StoredFile]
 
 
-RunFiles = dict[Annotated[str, AfterValidator(_inside)], StoredFile]
+RunFiles = dict[Annotated[str, AfterValidator(_require_inside)], StoredFile]
 """Files of a run apart from checkpoints, by their path in its folder."""
 
 
@@ -88,7 +88,8 @@ class LostRun(UserError):
 
 
 def read_index(store: ObjectStore) -> tuple[RunIndex, str | None] | None:
-    """Read the index of a run and its ETag; None if there is none, a UserError if it is damaged or newer than this."""
+    """Read the index of a run and its ETag; None if there is none. Raises UserError if it is damaged or newer than
+    this."""
     place = f"{store.url}/{INDEX}"
     for left in reversed(range(READS)):
         found = send_with_retries(lambda: store.read(INDEX))
@@ -143,7 +144,7 @@ def stored_words(index: RunIndex) -> str:
 
 
 def linked_run(folder: Path) -> str | None:
-    """The identity of the stored run that a folder belongs to; None if it belongs to none."""
+    """Return the identity of the stored run that a folder belongs to; None if it belongs to none."""
     try:
         return str(json.loads((folder / REMOTE).read_text(encoding="utf-8"))["run"])
     except (OSError, ValueError, KeyError, TypeError):  # without an intact record it belongs to none

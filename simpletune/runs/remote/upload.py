@@ -53,7 +53,7 @@ def damaged_here(folder: Path, files: Mapping[str, StoredFile]) -> dict[str, Sto
 
 
 def damaged_copy(file: Path) -> Path:
-    """Where a file that does not match its checksum is kept."""
+    """Return where a file that does not match its checksum is kept."""
     return file.with_name(file.name + DAMAGED)
 
 
@@ -118,19 +118,18 @@ class Uploader:
         if isinstance(self._failure, LostRun):
             raise self._failure
         if not self._is_done():
-            reason = f" ({self._failure or self._waits_for(time.monotonic())})"
+            reason = f" ({self._failure or self._describe_wait(time.monotonic())})"
             raise UserError(
                 f"output.runs: the run is finished in {self.folder}, but not all of it could be uploaded to "
                 f"{self.store.url}{reason}. Run the same command with --resume auto to upload the rest"
             )
         say(f"upload  {self.store.url}: {format_bytes(self.uploaded)} in {duration(self.seconds)}, during training")
 
-    def begins(self, step: int) -> None:
-        """Replace the stored checkpoints after this step: they come from an earlier attempt and may be damaged, and
-        training writes them again."""
+    def note_start(self, step: int) -> None:
+        """Replace the stored checkpoints after this step, which training writes again: they may be damaged."""
         self._start = step
 
-    def saved(self, step: int) -> None:
+    def note_saved(self, step: int) -> None:
         """Upload a new checkpoint, and the run's other files. LostRun: another process has taken over the run."""
         if isinstance(self._failure, LostRun):
             raise self._failure
@@ -166,11 +165,11 @@ class Uploader:
                 due = now + REMINDED
                 left = f"It waits at most {duration(began + patience - now)} more"
                 leave = "Ctrl-C leaves it, and --resume auto uploads it"
-                say(f"upload  the rest to {self.store.url}: {self._waits_for(now)}. {left}. {leave}")
+                say(f"upload  the rest to {self.store.url}: {self._describe_wait(now)}. {left}. {leave}")
             time.sleep(0.05)  # short, so that signals are handled at once
 
-    def _waits_for(self, now: float) -> str:
-        """What the upload is doing, in words."""
+    def _describe_wait(self, now: float) -> str:
+        """Describe what the upload is doing."""
         with self._changed:
             sending, failure = self._sending, self._failure
         if sending is not None:
@@ -232,7 +231,7 @@ class Uploader:
             if job.step not in checkpoints:
                 checkpoints[job.step] = self._upload_checkpoint(job.step, job.staged)
         best = step_to_keep(self.folder)
-        stay = {*self.keeps.kept(sorted(checkpoints)), best}
+        stay = {*self.keeps.steps_to_keep(sorted(checkpoints)), best}
         kept = {known: each for known, each in sorted(checkpoints.items()) if known in stay}
         self._commit(checkpoints=kept, finished=job.finished, files=files, arriving={})
         self._arrived = {key: file for key, file in self._arrived.items() if not key.startswith("checkpoints/")}
@@ -252,7 +251,7 @@ class Uploader:
             self.index = index
 
     def _place(self, step: int) -> str:
-        """The key prefix of a checkpoint that this process uploads; no other process writes there."""
+        """Return the key prefix of a checkpoint that this process uploads; no other process writes there."""
         return f"checkpoints/step-{step:06d}.{self.index.owner[:8]}"
 
     def _upload_files(self) -> dict[str, StoredFile]:

@@ -50,7 +50,8 @@ def make_report(
 
 
 def write_report(report: Report, file: Path) -> list[Path]:
-    """Write a page and, beside it, its Markdown version; returns both files. UserError: they cannot be written."""
+    """Write a page and, beside it, its Markdown version; returns both files. Raises UserError if they cannot be
+    written."""
     from simpletune.runs.report.markdown import markdown
     from simpletune.runs.report.page import page
 

@@ -63,7 +63,7 @@ def bars(rows: list[Json], axis: str, colour: str = "@first", marks: str = "") -
     return {"height": BAR * len(rows), "data": {"values": rows}, "encoding": {"y": y}, "layer": layers}
 
 
-def stacked(
+def stacked_bars(
     rows: list[Json],
     axis: str,
     colours: dict[str, int],
@@ -119,7 +119,8 @@ def stacked(
 
 
 def _parts(rows: list[Json], colours: dict[str, int]) -> tuple[dict[str, int], Json]:
-    """Number the parts that occur in rows, known ones first; and encode their colours, the same in every chart."""
+    """Return number the parts that occur in rows, known ones first, and encode their colours, the same in every
+    chart."""
     names = {row["part"] for row in rows}
     shown = [part for part in colours if part in names] + sorted(names - set(colours))
     order = {part: number for number, part in enumerate(shown)}
@@ -460,7 +461,7 @@ def svg_lines(title: str, lines: Sequence[ChartLine], steps: int | None = None) 
 
 
 def limits(lines: Sequence[ChartLine]) -> tuple[float, float]:
-    """The range of values of a chart, without the most extreme hundredth of a line on either side."""
+    """Return the range of values of a chart, without the most extreme hundredth of a line on either side."""
     found: list[float] = []
     for line in lines:
         values = sorted(dot[1] for dot in line.dots)

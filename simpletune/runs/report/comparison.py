@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simpletune.runs.report import charts, validation_images
+from simpletune.runs.report import charts, image_rows
 from simpletune.runs.report.content import (
     Fact,
     Report,
@@ -28,7 +28,7 @@ IMAGES = 12  # maximum of prompts on the page
 
 def comparison_report(runs: list[RunData], price: float | None, title: str = "", lead: str = "") -> Report:
     """Build the report of several runs, in percent of the first; the price is in dollars per hour."""
-    differences = differing(runs)
+    differences = differing_settings(runs)
     grid = image_grid(runs)
     status = [f"{run.name}: {note}" for run in runs for note in run.notes]
     if weighty := [path for path in WEIGHTY if path in differences]:
@@ -168,8 +168,8 @@ def table_section(runs: list[RunData], price: float | None) -> ReportSection:
     return ReportSection("figures", "Figures", notes=[note], tables=tables)
 
 
-def differing(runs: list[RunData]) -> dict[str, list[str]]:
-    """The settings in which the runs differ: path, and each run's value."""
+def differing_settings(runs: list[RunData]) -> dict[str, list[str]]:
+    """Return the settings in which the runs differ: path, and each run's value."""
     tables = [{row.path: row for row in settings_of(run.config, run.settings)} for run in runs]
     found = {}
     for path in dict.fromkeys(path for table in tables for path in table):
@@ -199,10 +199,11 @@ def environment_section(runs: list[RunData]) -> ReportSection:
 
 
 def image_grid(runs: list[RunData]) -> list[Json]:
-    """For each prompt, the base's picture and each run's last one as data URIs; empty if no run drew any."""
+    """Return the base's picture and each run's last one for each prompt, as data URIs; empty if no run generated
+    any."""
     prompts: dict[str, Json] = {}
     for run in runs:
-        for image in validation_images.validation_images(run.folder, run.notes):
+        for image in image_rows.validation_images(run.folder, run.notes):
             if image.is_start:
                 continue
             row = prompts.setdefault(image.asked, {"seed": image.seed, "base": None, "runs": {}})
@@ -211,14 +212,14 @@ def image_grid(runs: list[RunData]) -> list[Json]:
             else:
                 row["runs"][run.name] = image  # ordered by step, so the last one wins
     kept = list(prompts.items())[:IMAGES]
-    titles = validation_images.row_titles([asked for asked, _ in kept], ("prompt", "seed"))
-    side = validation_images.side_for(sum(1 + len(row["runs"]) for _, row in kept))
+    titles = image_rows.row_titles([asked for asked, _ in kept], ("prompt", "seed"))
+    side = image_rows.side_for(sum(1 + len(row["runs"]) for _, row in kept))
     return [
         {
             "prompt": titles[asked],
             "seed": row["seed"],
             "pictures": [
-                {"name": name, "step": image.step, "src": validation_images.data_uri(image.file, side)}
+                {"name": name, "step": image.step, "src": image_rows.data_uri(image.file, side)}
                 for name, image in [("base", row["base"]), *row["runs"].items()]
                 if image is not None
             ],

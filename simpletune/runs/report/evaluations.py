@@ -40,7 +40,7 @@ ABOUT_SCORES = {
 }
 
 
-def about_scores(scores: Iterable[str]) -> str:
+def describe_scores(scores: Iterable[str]) -> str:
     """Explain the columns of a table of scores."""
     return ". ".join(f"{SCORE_TITLES[score]}: {ABOUT_SCORES[score]}" for score in scores)
 
@@ -63,10 +63,16 @@ def choice_sections(run: RunData) -> Iterator[ReportSection]:
     drifted = [row for row in rows if row.get("drift")]
     if drifted:
         points = [
-            {"step": row["step"], "prompts": drift_group(group), "drift": value,
-             "low": value - row["drift_error"][group], "high": value + row["drift_error"][group]}
-            for row in drifted for group, value in row["drift"].items()
-        ]  # fmt: skip
+            {
+                "step": row["step"],
+                "prompts": drift_group(group),
+                "drift": value,
+                "low": value - row["drift_error"][group],
+                "high": value + row["drift_error"][group],
+            }
+            for row in drifted
+            for group, value in row["drift"].items()
+        ]
         last = ", ".join(f"{drift_group(group)} {value:.2%}" for group, value in drifted[-1]["drift"].items())
         section.charts.append(charts.drift(points, f"Drift from the base over the steps; at the last: {last}"))
         section.notes.append(ABOUT_DRIFT)
@@ -122,12 +128,12 @@ def fidelity_sections(runs: Sequence[RunData]) -> Iterator[ReportSection]:
         "its first picture, all from the same noise."
     )
     titles = {column for table in section.tables for column in table.head}
-    section.notes.append(f"{about_scores(score for score, title in SCORE_TITLES.items() if title in titles)}.")
+    section.notes.append(f"{describe_scores(score for score, title in SCORE_TITLES.items() if title in titles)}.")
     yield section
 
 
 def _fidelity_points(run: RunData, result: Json) -> Iterator[Json]:
-    """One point for each model of an evaluation: its figures, intervals and picture."""
+    """Return one point for each model of an evaluation: its figures, intervals and picture."""
     drift = {}  # for unrelated prompts by step, with its standard error on either side
     for row in read_rows(run.folder / EVALUATIONS):
         if UNRELATED in row.get("drift", {}) and not is_start(row):
@@ -155,7 +161,7 @@ def _fidelity_points(run: RunData, result: Json) -> Iterator[Json]:
 
 
 def _thumbnail(file: Path) -> str | None:
-    """A small version of a picture as a data URL; None if the file is gone."""
+    """Encode a small version of a picture as a data URL; None if the file is gone."""
     if not file.is_file():
         return None
     with Image.open(file) as image:

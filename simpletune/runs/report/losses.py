@@ -12,7 +12,7 @@ MIXED = "loss at fixed noise"
 
 
 def loss_data(run: RunData) -> Json:
-    """Columns for the page's script: step, loss, and fields for the tooltip."""
+    """Build the columns for the page's script: step, loss, and fields for the tooltip."""
     rows = mean_by_group(run.metrics, ROOM)
     fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in row for row in rows)]
     columns = {field: [_short(row.get(field)) for row in rows] for field in ("step", "loss", *fields)}

@@ -30,7 +30,7 @@ def page_template(kind: str, **filters: Callable[..., str]) -> Template:
 
 
 def page_style(*kinds: str) -> str:
-    """What all pages share, then the rules of each ``assets/KIND/page.css``."""
+    """Read the style that all pages share, then the rules of each ``assets/KIND/page.css``."""
     files = [PAGES_CSS, *(ASSETS / kind / "page.css" for kind in kinds)]
     return "".join(file.read_text(encoding="utf-8") for file in files)
 
@@ -49,14 +49,14 @@ def page(report: Report) -> str:
 
 
 def numeric_column(table: ReportTable, column: int) -> bool:
-    """Whether a column holds numbers, which are right-aligned."""
+    """Return whether a column holds numbers, which are right-aligned."""
     cells = [row[column] for row in table.rows if column < len(row) and row[column]]
     return bool(cells) and all(NUMBER.match(cell) for cell in cells)
 
 
 @functools.cache
 def vega_bundle() -> str:
-    """Vega, Vega-Lite and vega-embed as one script, from vl-convert's copy, without the network."""
+    """Return Vega, Vega-Lite and vega-embed as one script, from vl-convert's copy, without the network."""
     import vl_convert
 
     script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub lacks the default

@@ -131,7 +131,7 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run's folder; a UserError if it is not a run's."""
+    """Read a run's folder. Raises UserError if it is not a run's."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. {NAME_A_RUN}")
     if not any((folder / name).exists() for name in (CONFIG, METRICS, SUMMARY)):
@@ -204,7 +204,7 @@ def state_notes(run: RunData) -> list[str]:
 
 
 def outcome(run: RunData) -> str:
-    """How a run ended, in a few words."""
+    """Describe in a few words how a run ended."""
     if status := run.summary.get("status"):
         return str(status)
     if run.attempts and run.attempts[-1].ended:
@@ -217,7 +217,7 @@ def outcome(run: RunData) -> str:
 
 
 def resumes(run: RunData) -> str:
-    """How many attempts a run took and from which steps it was resumed; empty for one attempt."""
+    """Say how many attempts a run took and from which steps it was resumed; empty for one attempt."""
     if len(run.attempts) < 2:
         return ""
     steps = [f"{attempt.from_step:,}" for attempt in run.attempts[1:]]

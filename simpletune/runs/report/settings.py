@@ -46,7 +46,7 @@ def settings_of(config: TrainConfig | None, raw: Json) -> list[Setting]:
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """The values inside JSON objects, with their dotted paths."""
+    """Return the values inside JSON objects, with their dotted paths."""
     if not isinstance(value, dict):
         yield path, value
         return

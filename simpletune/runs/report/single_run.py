@@ -16,7 +16,7 @@ from simpletune.data.source_mix import SOURCE_COLUMNS, SourceShare, source_rows
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DATA, overflow_words
 from simpletune.runs.model_card import parent_words
-from simpletune.runs.report import charts, validation_images
+from simpletune.runs.report import charts, image_rows
 from simpletune.runs.report.content import Fact, Report, ReportSection, ReportTable, format_gib, seconds
 from simpletune.runs.report.evaluations import choice_sections, fidelity_sections
 from simpletune.runs.report.losses import loss_data, loss_section
@@ -34,7 +34,7 @@ POINTS = 800  # maximum of points of a line
 def single_run_report(run: RunData, price: float | None) -> Report:
     """Build the report of one run; the price is in dollars per hour."""
     settings = [row for row in settings_of(run.config, run.settings) if row.path != "about"]  # shown under the title
-    found = list(validation_images.validation_images(run.folder, run.notes))
+    found = list(image_rows.validation_images(run.folder, run.notes))
     shown, shown_images = image_section(run, found)
     warnings = [str(text) for text in run.summary.get("warnings", [])]
     none = "None." if run.summary else "Warnings are recorded when a run finishes."
@@ -90,7 +90,7 @@ def summary_sentence(run: RunData) -> str:
 
 
 def headline(run: RunData) -> list[Fact]:
-    """The key figures."""
+    """Return the key figures."""
     unknown, peak = "not known", "not recorded"
     if run.peak:
         by_stage = {name: figures.get(run.peak_key) or 0.0 for name, figures in run.stages.items()}
@@ -158,7 +158,7 @@ def step_section(run: RunData) -> ReportSection:
     return section
 
 
-def image_section(run: RunData, found: list[validation_images.ValidationImage]) -> tuple[ReportSection, list[Json]]:
+def image_section(run: RunData, found: list[image_rows.ValidationImage]) -> tuple[ReportSection, list[Json]]:
     """Compare the base with the tuned model over the steps; also the pictures by prompt, as data URIs."""
     section = ReportSection("pictures", "Base and tuned model")
     steps = sorted({each.step for each in found} - {0})
@@ -167,11 +167,11 @@ def image_section(run: RunData, found: list[validation_images.ValidationImage]) 
         section.notes.append("Only the base has been drawn so far." if found else none)
         return section, []
     section.block = "pictures"
-    shown = validation_images.spread_steps(steps, IMAGE_STEPS)
+    shown = image_rows.spread_steps(steps, IMAGE_STEPS)
     kept = [each for each in found if each.step in {0, *shown}]
     last = [each for each in kept if each.step == steps[-1]]  # of the requests whose inputs are kept
-    inputs = {each.asked: validation_images.painted_inputs(run.folder, each.file.name) for each in last}
-    side = validation_images.side_for(len(kept) + sum(map(len, inputs.values())))
+    inputs = {each.asked: image_rows.painted_inputs(run.folder, each.file.name) for each in last}
+    side = image_rows.side_for(len(kept) + sum(map(len, inputs.values())))
     choose = " Choose the step with the slider." if len(shown) > 1 else ""
     section.notes.append(f"Both are drawn from the same noise. Drag the line to compare.{choose}")
     if len(shown) < len(steps):
@@ -182,15 +182,13 @@ def image_section(run: RunData, found: list[validation_images.ValidationImage]) 
         section.notes.append(f"Scaled down to {side} px and compressed; the originals are in samples/.")
     if (run.folder / "samples" / "grid.png").exists():
         section.lines.append("![Base and tuned model, one row per prompt, one column per step](samples/grid.png)")
-    titles = validation_images.row_titles([each.asked for each in kept], ("prompt", "seed"))
+    titles = image_rows.row_titles([each.asked for each in kept], ("prompt", "seed"))
     prompts: dict[str, Json] = {}
     for each in kept:
         row = prompts.setdefault(each.asked, {"prompt": titles[each.asked], "seed": each.seed, "steps": {}})
-        row["steps"][validation_images.START if each.is_start else each.step] = validation_images.data_uri(
-            each.file, side
-        )
+        row["steps"][image_rows.START if each.is_start else each.step] = image_rows.data_uri(each.file, side)
     for asked, row in prompts.items():
-        row["inputs"] = {kind: validation_images.data_uri(file, side) for kind, file in inputs.get(asked, {}).items()}
+        row["inputs"] = {kind: image_rows.data_uri(file, side) for kind, file in inputs.get(asked, {}).items()}
     return section, [row for row in prompts.values() if any(row["steps"])]
 
 
@@ -246,11 +244,15 @@ def text_sections(run: RunData) -> Iterator[ReportSection]:
         for each in about.get("embeddings", ()):
             head = ("encoder", "vectors", "width", "norms", "cosine with the first value")
             rows = [
-                (name, str(vectors["vectors"]), str(vectors["width"]),
-                 ", ".join(f"{norm:.3g}" for norm in vectors["norms"]),
-                 ", ".join(f"{cosine:.3f}" for cosine in vectors["cosines"]))
+                (
+                    name,
+                    str(vectors["vectors"]),
+                    str(vectors["width"]),
+                    ", ".join(f"{norm:.3g}" for norm in vectors["norms"]),
+                    ", ".join(f"{cosine:.3f}" for cosine in vectors["cosines"]),
+                )
                 for name, vectors in each["encoders"].items()
-            ]  # fmt: skip
+            ]
             section.tables.append(ReportTable(f"{each['token']} in {file.name}", head, rows))
             section.notes += [
                 f"{tool['tool']}: {'; '.join([tool['loads'], *tool['notes']])}." for tool in each["tools"]

@@ -60,7 +60,7 @@ def memory_section(run: RunData) -> ReportSection:
     ]
     if parts:
         says = "Predicted peak by stage, stacked by kind of memory"
-        spec = charts.stacked(parts, "MiB", charts.KIND_COLOURS)
+        spec = charts.stacked_bars(parts, "MiB", charts.KIND_COLOURS)
         section.charts.append(ReportChart("kinds", "Predicted peak by kind", says, spec))
     if kinds := [kind for kind in charts.KIND_COLOURS if any(by_kind.get(kind) for by_kind in by_stage.values())]:
         cells = [(name, *(f"{by_kind.get(kind, 0):,.0f}" for kind in kinds)) for name, by_kind in by_stage.items()]
@@ -111,10 +111,15 @@ def time_sections(run: RunData) -> Iterator[ReportSection]:
         section.notes.append(f"Price: {price.words}. The measured one includes the start of the process.")
     if stages:
         bars: list[Json] = [
-            {"name": name, "value": pair["measured"], "label": seconds(pair["measured"]),
-             "mark": pair["predicted"], "mark_label": seconds(pair["predicted"])}
+            {
+                "name": name,
+                "value": pair["measured"],
+                "label": seconds(pair["measured"]),
+                "mark": pair["predicted"],
+                "mark_label": seconds(pair["predicted"]),
+            }
             for name, pair in stages.items()
-        ]  # fmt: skip
+        ]
         says = ", ".join(f"{row['name']} {row['label']}, predicted {row['mark_label']}" for row in bars)
         spec = charts.bars(bars, "s", marks="predicted")
         section.charts.append(ReportChart("stage-seconds", "Seconds by stage", says, spec))
@@ -160,7 +165,9 @@ def _phases(profiles: list[Json]) -> ReportSection:
     if rows:
         says = "Milliseconds per step by phase of the training step, one bar for each traced epoch"
         section.charts.append(
-            ReportChart("phases", "A traced step", says, charts.stacked(rows, "ms/step", charts.PHASE_COLOURS, ",.1f"))
+            ReportChart(
+                "phases", "A traced step", says, charts.stacked_bars(rows, "ms/step", charts.PHASE_COLOURS, ",.1f")
+            )
         )
         last = [row for row in rows if row["name"] == rows[-1]["name"]]
         total = sum(row["value"] for row in last) or 1.0  # all may round to 0 ms

@@ -32,8 +32,8 @@ class RankMicroBatches:
     exact: bool = False
     even: bool = False
 
-    def of(self, areas: Sequence[int]) -> list[int]:
-        """The micro-batches that this process computes, by their places in the step, in order of computation; the
+    def select(self, areas: Sequence[int]) -> list[int]:
+        """List the micro-batches that this process computes, by their places in the step, in order of computation; the
         number of micro-batches stands for one made of fillers. ``areas``: the pixels of a picture of each."""
         ranked = sorted(range(len(areas)), key=lambda place: -areas[place])
         own = ranked[self.process :: self.processes]
@@ -44,7 +44,7 @@ class RankMicroBatches:
 
 
 def leaves(count: int, first: int = 0, stride: int = 1) -> list[int]:
-    """The leaves of the tree over ``count`` gradients, from left to right."""
+    """List the leaves of the tree over ``count`` gradients, from left to right."""
     if first + stride >= count:
         return [first] if first < count else []
     return leaves(count, first, 2 * stride) + leaves(count, first + stride, 2 * stride)

@@ -1,6 +1,6 @@
-"""Select PyTorch's kernel for the transformer's attention: the requested one, or PyTorch's own choice.
+"""Select PyTorch's kernel for the denoiser's attention: the requested one, or PyTorch's own choice.
 
-The request applies only to the transformer. The autoencoder's attention has one wide head (512 in SD3's), which flash
+The request applies only to the denoiser. The autoencoder's attention has one wide head (512 in SD3's), which flash
 and cuDNN cannot compute, so PyTorch always chooses there and in the text encoders.
 """
 
@@ -28,7 +28,7 @@ BACKENDS = {
 
 
 @contextmanager
-def attention_by(kernel: Kernel) -> Iterator[None]:
+def use_attention(kernel: Kernel) -> Iterator[None]:
     """Restrict PyTorch's attention to this kernel within the context; auto leaves the choice to PyTorch, which
     ``choose_device`` keeps from choosing cuDNN."""
     if kernel == "auto":
@@ -48,7 +48,7 @@ class AttentionCall(NamedTuple):
         keys: the number of tokens that are attended to.
         width: the width of a head.
         trained: whether it has a backward pass.
-        what: what needs it, in words.
+        what: a description of what needs it.
         masked: whether it has a mask.
     """
 
@@ -80,9 +80,9 @@ def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[Attentio
     return sorted(found, key=lambda shape: (shape.trained, shape.tokens), reverse=True)
 
 
-def usable(kernel: Kernel, shape: AttentionCall, device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel for one shape of the model's attention: the requested one, tried by running it, with its backward pass
-    if it has one; for auto the one that PyTorch chooses.
+def choose_kernel(kernel: Kernel, shape: AttentionCall, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the kernel for one shape of the model's attention: the requested one, tried by running it, with its
+    backward pass if it has one; for auto the one that PyTorch chooses.
 
     Raises:
         UserError: the requested kernel cannot run here.
@@ -95,7 +95,7 @@ def usable(kernel: Kernel, shape: AttentionCall, device: torch.device, dtype: to
     mask = torch.ones(shape.batch, 1, 1, shape.keys, device=device, dtype=torch.bool) if shape.masked else None
     if kernel != "auto":
         try:
-            with attention_by(kernel):
+            with use_attention(kernel):
                 y = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask)
                 if shape.trained:
                     y.backward(torch.zeros_like(y))
@@ -111,14 +111,10 @@ def usable(kernel: Kernel, shape: AttentionCall, device: torch.device, dtype: to
 
 
 def settle_attention(config: TrainConfig, sizes: Iterable[Size], device: torch.device) -> str:
-    """Determine which kernel computes attention in a run that trains on pictures of these sizes, and log it; for auto,
-    that of the largest shape.
-
-    Raises:
-        UserError: the kernel that ``speed.attention`` requests cannot run here.
-    """
+    """Choose and log the attention kernel of a run on pictures of these sizes; for auto, that of the largest shape.
+    Raises UserError if the requested one cannot run here."""
     asked, shapes = config.speed.attention, attention_calls(config, sizes)
     tried = shapes[:1] if asked == "auto" else shapes  # a requested one with all, so that none fails during the run
-    found = [usable(asked, shape, device, config.precision.product_dtype()) for shape in tried][0]
+    found = [choose_kernel(asked, shape, device, config.precision.product_dtype()) for shape in tried][0]
     say(f"attend  with the {found} kernel (speed.attention {asked})")
     return found

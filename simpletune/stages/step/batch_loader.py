@@ -1,7 +1,7 @@
-"""From a plan's draws to tensors on the device: the passes of a step, their batches, and fetching them ahead.
+"""From a plan's samples to tensors on the device: the passes of a step, their batches, and fetching them ahead.
 
-``Plan.micro_batch`` selects the samples of a micro-batch. ``TrainingPasses.of_step`` lists what this process computes
-of them, ``BatchLoader.fetch`` reads it from the caches, and ``Prefetcher.step`` returns it on the device.
+``Plan.micro_batch`` selects the samples of a micro-batch. ``TrainingPasses.step_passes`` lists what this process
+computes of them, ``BatchLoader.fetch`` reads it from the caches, and ``Prefetcher.step`` returns it on the device.
 """
 
 from __future__ import annotations
@@ -60,21 +60,24 @@ class TrainingPasses:
     """
 
     def __init__(self, plan: Plan, prior: PriorOption = NO_PRIOR, share: RankMicroBatches = WHOLE):
-        self.plan, self.prior, self.share = plan, prior, share
-        self.batch_size, self._each = plan.batch_size, 2 if prior.second_pass else 1
+        self.plan = plan
+        self.prior = prior
+        self.share = share
+        self.batch_size = plan.batch_size
+        self._each = 2 if prior.second_pass else 1  # passes of a micro-batch
         self.accumulation = -(-plan.accumulation // share.processes) * self._each
         """The largest number of passes in a step."""
         self.places = lru_cache(maxsize=128)(self._places)
 
     def _places(self, step: int) -> list[int]:
-        """The micro-batches of a step that this process computes, in their order; if there is none, one made of
+        """Return the micro-batches of a step that this process computes, in their order; if there is none, one made of
         fillers, because the processes exchange gradients."""
         if self.share.processes == 1 and not self.share.exact:
             return list(range(len(self.plan.micros(step))))
         areas = self.plan.areas(step)
-        return self.share.of(areas) or [len(areas)]
+        return self.share.select(areas) or [len(areas)]
 
-    def of_step(self, step: int) -> Iterator[list[Pass]]:
+    def step_passes(self, step: int) -> Iterator[list[Pass]]:
         """Yield the passes of each micro-batch that this process computes in a step, in order."""
         for place in self.places(step):
             samples, number = self.plan.micro_batch(step, place), place * self._each
@@ -82,11 +85,11 @@ class TrainingPasses:
             yield [Pass(samples, False, number), *second]
 
     def micro_batches(self, step: int) -> list[list[PlannedSample]]:
-        """The draws of this process's micro-batches in a step, each once."""
+        """Return the samples of this process's micro-batches in a step, each once."""
         return [self.plan.micro_batch(step, place) for place in self.places(step)]
 
     def micro_batch(self, step: int, number: int) -> list[PlannedSample]:
-        """The draws of this process's pass of some number; beyond its last one, fillers."""
+        """Return the samples of this process's pass of some number; beyond its last one, fillers."""
         places, (own, second) = self.places(step), divmod(number, self._each)
         samples = self.plan.micro_batch(step, places[own] if own < len(places) else len(self.plan.micros(step)))
         return self._with_class(samples) if second else samples
@@ -130,8 +133,8 @@ class Batch:
         text = None if self.text is None else self.text.map(change)
         return replace(moved, weight=weight, prior=prior, inpainting=inpainting, text=text)
 
-    def modulated(self, rows: Tensor) -> Batch:
-        """The same with a modulation plan's rows [b, m]."""
+    def with_modulations(self, rows: Tensor) -> Batch:
+        """Add a modulation plan's rows [b, m]."""
         return replace(self, conditioning=self.conditioning.modulated(rows))
 
 
@@ -142,7 +145,7 @@ class BatchLoader:
         prepared: the run's plan and caches.
         seed: ``train.seed``.
         device: the target device.
-        modulation: the detached modulation of the transformer; batches then carry modulations computed ahead.
+        modulation: the detached modulation of the denoiser; batches then carry modulations computed ahead.
         prior: how the class is preserved.
         share: which micro-batches of a step this process computes.
     """
@@ -156,11 +159,21 @@ class BatchLoader:
         prior: PriorOption = NO_PRIOR,
         share: RankMicroBatches = WHOLE,
     ):
-        self.plan, self.text, self.latents = prepared.plan, prepared.text, prepared.latents
+        # which samples
+        self.seed = seed
+        self.plan = prepared.plan
+        self.share = share
+        self.passes = TrainingPasses(prepared.plan, prior, share)
+
+        # from where
+        self.text = prepared.text
+        self.latents = prepared.latents
         self.model = prepared.latents.model
         self._framed = self.model.text.framed
-        self.seed, self.device, self.share, self.remote = seed, device, share, prepared.remote
-        self.passes = TrainingPasses(prepared.plan, prior, share)
+        self.remote = prepared.remote
+
+        # to where, with what
+        self.device = device
         self._to_device = methodcaller("to", device, non_blocking=True)
         self.modulations: ModulationPlan | None = None
         if modulation is not None:
@@ -181,7 +194,7 @@ class BatchLoader:
         """
         samples = sum(map(len, self.plan.micros(step))) / (1 if self.share.exact else self.share.processes)
         found = []
-        for passes in self.passes.of_step(step):
+        for passes in self.passes.step_passes(step):
             for each, batch in zip(passes, self._read(passes), strict=True):
                 real = sum(sample.weight for sample in each.samples)
                 parts, key = samples / real if real else math.inf, (self.seed, "step", step, each.number)
@@ -189,12 +202,12 @@ class BatchLoader:
         return found
 
     def needs(self, step: int) -> Iterator[tuple[Cache, str]]:
-        """What a step reads from the caches, as pairs of a cache and a key; with a modulation plan also its window's
-        prompts, unless an earlier call returned them."""
-        samples = [sample for passes in self.passes.of_step(step) for each in passes for sample in each.samples]
+        """Return what a step reads from the caches, as pairs of a cache and a key; with a modulation plan also its
+        window's prompts, unless an earlier call returned them."""
+        samples = [sample for passes in self.passes.step_passes(step) for each in passes for sample in each.samples]
         views = dict.fromkeys(crop for sample in samples for crop in sample.view.cached)
         yield from dict.fromkeys((self.latents.cache, crop_key(crop)) for crop in views)
-        window = None if self.modulations is None else self.modulations.prompts_with(step)
+        window = None if self.modulations is None else self.modulations.window_prompts_steps(step)
         if window is not None and window != self._named:
             self._named = window
             for later, number in product(window, range(self.passes.accumulation)):
@@ -207,17 +220,17 @@ class BatchLoader:
         batches = [batch.map(self._to_device) for batch in fetched]
         if self.modulations is None:
             return batches
-        rows = self.modulations.of_step(step)  # [micro-batches, b, m]
-        return [batch.modulated(own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
+        rows = self.modulations.step_modulations(step)  # [micro-batches, b, m]
+        return [batch.with_modulations(own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
 
     def trial(self, samples: list[PlannedSample]) -> Batch:
         """Load a micro-batch that takes as much memory as one of the first step, with that step's modulations."""
         (fetched,) = self._read([Pass(samples, self.passes.prior.second_pass)])
         batch = fetched.map(self._to_device)
-        return batch if self.modulations is None else batch.modulated(self.modulations.of_step(0)[0])
+        return batch if self.modulations is None else batch.with_modulations(self.modulations.step_modulations(0)[0])
 
-    def one_by_one(self, samples: Sequence[PlannedSample]) -> Iterator[Batch]:
-        """Yield a batch of one for each draw, without the base's predictions as targets."""
+    def single_batches(self, samples: Sequence[PlannedSample]) -> Iterator[Batch]:
+        """Yield a batch of one for each sample, without the base's predictions as targets."""
         if self.modulations is None:
             yield from (replace(self.load([sample]), prior=None) for sample in samples)
             return
@@ -226,7 +239,7 @@ class BatchLoader:
             portion = samples[start : start + window]
             rows = self.modulations.modulations_of(portion)  # [n, m]
             for sample, row in zip(portion, rows, strict=True):
-                yield replace(self.load([sample]).modulated(row[None]), prior=None)
+                yield replace(self.load([sample]).with_modulations(row[None]), prior=None)
 
     def load(self, samples: list[PlannedSample]) -> Batch:
         """Load one micro-batch."""
@@ -253,7 +266,7 @@ class BatchLoader:
         )
         holes = None
         painted = [read for sample in samples if (read := images[sample.view].inpainting) is not None]
-        if painted:  # of all draws, or of none
+        if painted:  # of all samples, or of none
             first = replace(first, inpainting=torch.stack(painted))
             holes = torch.stack([read[:1] for read in painted])  # [b, 1, h, w]
         masks = None
@@ -277,9 +290,9 @@ class BatchLoader:
         return found
 
     def _weights(self, each: Pass, masks: Tensor | None, holes: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The weights of a pass's draws (of their positions if any has a mask, or counts in its hole alone): in the
-        loss against their targets, None if all are 1, and in the loss against the base's predictions, None if all are
-        0; [b, 1, h or 1, w or 1] each.
+        """Return the weights of a pass's samples (of their positions if any has a mask, or counts in its hole alone):
+        in the loss against their targets, None if all are 1, and in the loss against the base's predictions, None if
+        all are 0; [b, 1, h or 1, w or 1] each.
 
         The base's predictions are the targets of a second pass and of regularization sources. A second pass skips the
         latter, which have already had their prompt.

@@ -39,7 +39,7 @@ class ExactSums(PlainStep):
             distributed.broadcast(parameter.data, 0)
 
     def accumulate(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
-        return self.tree.over(batches, compute)
+        return self.tree.accumulate(batches, compute)
 
 
 class TreeSum:
@@ -57,7 +57,7 @@ class TreeSum:
         self._exist: list[bool] | None = None
         """Which parameters had a gradient in the last step, the same in all processes."""
 
-    def over(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
+    def accumulate(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
         """Compute a step's micro-batches and leave the sum of all processes' gradients in ``grad``.
 
         Args:
@@ -79,7 +79,8 @@ class TreeSum:
         return loss[0]
 
     def _require_alike(self, exist: list[bool]) -> None:
-        """Check that the same parameters have a gradient in all processes; a RuntimeError names the others."""
+        """Check that the same parameters have a gradient in all processes. Raises RuntimeError, which names the
+        others."""
         # Otherwise the exchange aborts (gloo) or waits forever (NCCL). Asked only when the own answer is new: in the
         # first step, and where all freeze the same parameters at once (text.embeddings.stop_at).
         if exist == self._exist:
@@ -98,15 +99,16 @@ class TreeSum:
     def _subtree(
         self, micros: Iterator[Sequence[Batch]], first: int, stride: int, count: int, compute: Callable[[Batch], Tensor]
     ) -> Sums:
-        """S(first, stride) of this process's micro-batches, computed in their order."""
+        """Compute S(first, stride) of this process's micro-batches, in their order."""
         if first + stride >= count:
             return self._leaf(next(micros), compute)
         left = self._subtree(micros, first, 2 * stride, count, compute)
         right = self._subtree(micros, first + stride, 2 * stride, count, compute)
-        return [_added(a, b) for a, b in zip(left, right, strict=True)]
+        return [_add(a, b) for a, b in zip(left, right, strict=True)]
 
     def _leaf(self, micro: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Sums:
-        """The loss and the gradients of one micro-batch. One made of fillers only shows which gradients exist."""
+        """Compute the loss and the gradients of one micro-batch. One made of fillers only shows which gradients
+        exist."""
         loss = torch.stack([compute(batch) for batch in micro]).sum()[None].float()
         sums: Sums = [loss]
         for parameter in self.parameters:
@@ -118,7 +120,7 @@ class TreeSum:
         return sums
 
 
-def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     return a.add_(b)
@@ -151,7 +153,7 @@ def _exchange(tensors: Sequence[Tensor], processes: int) -> None:
 
 
 def top_of_tree(rows: Tensor) -> Tensor:  # [P, n] -> [n]
-    """S(0, 1) of the processes' sums S(q, P); changes ``rows``."""
+    """Compute S(0, 1) from the processes' sums S(q, P); changes ``rows``."""
     while len(rows) > 1:
         half = len(rows) // 2
         rows = rows[:half].add_(rows[half:])

@@ -49,9 +49,9 @@ class Fp16(StepVariant):
         self.figures = torch.empty(0)
         """The last step's loss scale and the blocks' flags, fp32 [1 + blocks], on the device."""
 
-    def at_step(self, step: int, steps: int) -> None:
+    def follow_schedule(self, step: int, steps: int) -> None:
         self.blocks.wide = frozenset(block for block, first in self.wide_from.items() if first <= step)
-        super().at_step(step, steps)
+        super().follow_schedule(step, steps)
 
     def accumulate(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
         self.blocks.clear()
@@ -79,18 +79,18 @@ class Fp16(StepVariant):
         return new
 
     def state(self) -> Json:
-        """What a checkpoint stores; reads from the device."""
+        """Return what a checkpoint stores; reads from the device."""
         return {**self.scale.state(), "fp32_blocks": {str(block): step for block, step in self.wide_from.items()}}
 
     def load(self, state: Json) -> None:
-        """Restore what ``state`` returned; a KeyError, TypeError or ValueError if it is not such a state."""
+        """Restore what ``state`` returned. Raises KeyError, TypeError or ValueError if it is not such a state."""
         self.scale.load(state)
         self.wide_from = {int(block): int(step) for block, step in state["fp32_blocks"].items()}
 
 
 def is_overflow(loss: float, norm: float, figures: Sequence[float]) -> bool:
-    """Whether a step overflowed only because of fp16, which the next steps correct, from its loss, the norm of its
-    unscaled gradients, and ``Fp16.figures``, which are empty if products are not in fp16."""
+    """Return whether a step overflowed only because of fp16, which the next steps correct, from its loss, the norm of
+    its unscaled gradients, and ``Fp16.figures``, which are empty if products are not in fp16."""
     if not figures or (math.isfinite(loss) and math.isfinite(norm)):
         return False
     scale, *flags = figures

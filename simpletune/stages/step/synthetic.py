@@ -56,17 +56,17 @@ class SyntheticBatches:
             batches = [replace(batch, prior=torch.ones_like(one)) for batch in batches]
         if self.modulations is None:
             return batches
-        rows = self.modulations.of_step(step)
-        return [batch.modulated(own) for batch, own in zip(batches, rows, strict=True)]
+        rows = self.modulations.step_modulations(step)
+        return [batch.with_modulations(own) for batch, own in zip(batches, rows, strict=True)]
 
     def micro_batch(self, step: int, micro: int) -> list[PlannedSample]:
-        """Like ``Plan.micro_batch``, for the modulation plan: draws with placeholder captions and pictures."""
+        """Return samples with placeholder captions and pictures, for the modulation plan."""
         return [SAMPLE] * self.batch_size
 
-    def one_by_one(self) -> Batch:
+    def single_batch(self) -> Batch:
         """Make a batch of one, like those of an evaluation."""
         batch = self.batch(1)
-        return batch if self.modulations is None else batch.modulated(self.modulations.modulations_of([SAMPLE]))
+        return batch if self.modulations is None else batch.with_modulations(self.modulations.modulations_of([SAMPLE]))
 
     def batch(self, size: int | None = None) -> Batch:
         """Make one micro-batch.
@@ -95,7 +95,7 @@ class SyntheticBatches:
 
 
 def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
-    """The tensors of a micro-batch."""
+    """Return the tensors of a micro-batch."""
     weights = (each for each in (batch.weight, batch.prior, batch.inpainting) if each is not None)
     text = () if batch.text is None else batch.text.tensors()
     return batch.z_0, batch.noise, batch.level, *batch.conditioning.tensors().values(), *weights, *text

@@ -28,7 +28,7 @@ from simpletune.engine.optim.state import begin_step
 from simpletune.engine.tensors import trained_parameters
 from simpletune.stages.load import modulation_of
 from simpletune.stages.modulation_plan import DetachedModulation
-from simpletune.stages.step.attention import attention_by
+from simpletune.stages.step.attention import use_attention
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.exact_sums import ExactSums
 from simpletune.stages.step.fp16 import Fp16
@@ -60,18 +60,35 @@ class TrainStep:
         fp16: Fp16 | None = None,
         text: TextUpdate | None = None,
     ):
-        self.config, self.model, self.optimizer = plain.config, plain.model, plain.optimizer
-        self.accelerator, self.device = plain.accelerator, plain.accelerator.device
-        self.variant, self.denoiser, self.modulation, self.fp16, self.text = variant, denoiser, modulation, fp16, text
-        self.process, self.parameters = plain.process, plain.parameters
-        self.named, self.fsdp = trained_parameters(denoiser), fsdp_model(denoiser)
+        # the step and what changes it
+        self.config = plain.config
+        self.variant = variant
+        self.fp16 = fp16
+        self.process = plain.process
+        self.optimizer = plain.optimizer
+
+        # the model
+        self.model = plain.model
+        self.denoiser = denoiser
+        self.modulation = modulation
+        self.text = text
+        self.fsdp = fsdp_model(denoiser)
+        self.parameters = plain.parameters
+        self.named = trained_parameters(denoiser)
+
+        # where it runs
+        self.accelerator = plain.accelerator
+        self.device: torch.device = plain.accelerator.device
+
+        # the state after a step
         self.average: Average | None = None
-        """The average of the trained weights to draw, evaluate and export, which ``run`` updates."""
+        """The average of the trained weights to generate, evaluate and export, which ``run`` updates."""
         self.lr = 0.0
         """The last step's learning rate."""
         self.updated = True
         """Whether the last step updated the weights."""
-        # Figures of the last step, on the device; read only to explain a failure.
+
+        # figures of the last step, on the device; read only to explain a failure
         self.losses: list[Tensor] = []  # one per pass
         self.normed: list[nn.Parameter] = []  # parameters with a gradient
         self.norms = torch.empty(0)  # norms of their gradients
@@ -91,7 +108,7 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
         key_draws(self.optimizer, self.config.train.seed, step)
-        self.variant.at_step(step, steps)
+        self.variant.follow_schedule(step, steps)
         loss, norm = self.step(batches, allows_update)
         if self.average is not None and self.updated:
             self.average.update(None if self.fp16 is None else self.fp16.scale.overflow)
@@ -133,13 +150,13 @@ class TrainStep:
             reseed_global(*batch.key)
         with phase("forward"):
             loss = self.loss(self.model, batch) / batch.parts
-        with phase("backward"), attention_by(self.config.speed.attention):  # it may recompute blocks
+        with phase("backward"), use_attention(self.config.speed.attention):  # it may recompute blocks
             self.variant.backward(loss)
         self.losses.append(loss.detach())
         return self.losses[-1]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of one micro-batch, fp32 []."""
+        """Compute the loss of one micro-batch, fp32 []."""
         prediction = self.variant.predict(model, batch)
         with phase("loss"):
             return self.variant.loss(prediction, batch)
@@ -203,10 +220,10 @@ def attach(
 
     Args:
         config: the run's configuration.
-        denoiser: the loaded transformer.
+        denoiser: the loaded model.
         sizes: how many picture sizes the run has.
         scale: the loss scale, which updates in the backward pass must remove.
-        text: what trains on the text side, which becomes a submodule of the transformer; None: nothing.
+        text: what trains on the text side, which becomes a submodule of the denoiser; None: nothing.
         place: the device on which the processes shard the weights; None: each process has all weights.
     """
     assert config.text.trains == (text is not None)
@@ -232,7 +249,7 @@ def attach(
 
 
 def lr_ratio(config: TrainConfig, name: str) -> float:
-    """The factor on a trained parameter's learning rate, by its name in the model."""
+    """Return the factor on a trained parameter's learning rate, by its name in the model."""
     own = name.removeprefix(f"{NAME}.")
     return config.adapter.lr_ratio(name) if own == name else config.text.lr_ratio(own, config.optimizer.lr)
 
@@ -247,6 +264,6 @@ def ignore_frozen_in_ddp(denoiser: nn.Module) -> None:
 
 
 def average_of(config: TrainConfig, denoiser: nn.Module, optimizer: torch.optim.Optimizer) -> Average | None:
-    """Start the average of the weights to draw, evaluate and export: the EMA, the optimizer's, or None."""
+    """Start the average of the weights that generate, evaluate and export: the EMA, the optimizer's, or None."""
     parameters = local_parameters(denoiser)
     return config.ema.build(parameters) if config.ema else config.optimizer.average(optimizer, parameters)

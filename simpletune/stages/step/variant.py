@@ -22,7 +22,7 @@ from simpletune.engine.fsdp.fsdp_model import FsdpModel, local_parameters
 from simpletune.engine.optim.in_backward import clip_each
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.stages.modulation_plan import replay
-from simpletune.stages.step.attention import attention_by
+from simpletune.stages.step.attention import use_attention
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.system.phases import phase
 
@@ -37,7 +37,7 @@ class GradientNorms(NamedTuple):
     """The norm of all of them; not finite if any gradient is not."""
 
     @classmethod
-    def of(cls, norms: dict[nn.Parameter, Tensor]) -> GradientNorms:
+    def compute(cls, norms: dict[nn.Parameter, Tensor]) -> GradientNorms:
         each = torch.stack(list(norms.values()))
         return cls(list(norms), each, torch.linalg.vector_norm(each))
 
@@ -55,28 +55,21 @@ class StepVariant:
     def __init__(self, inner: StepVariant):
         self.inner = inner
 
-    def at_step(self, step: int, steps: int) -> None:
+    def follow_schedule(self, step: int, steps: int) -> None:
         """Follow a schedule, before step number ``step`` (from 0) of a run of ``steps``."""
-        self.inner.at_step(step, steps)
+        self.inner.follow_schedule(step, steps)
 
     def accumulate(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
-        """Leave the sum of the micro-batches' gradients in ``grad``.
-
-        Args:
-            batches: this process's micro-batches.
-            compute: runs one forward and backward pass, and returns its part of the step's loss [].
-
-        Returns:
-            The step's loss [], of this process or of all (``train.reduce``).
-        """
+        """Add the micro-batches' gradients into ``grad``, and return the step's loss [], of this process or of all
+        (``train.reduce``). ``compute`` runs a forward and backward pass, and returns its part of the loss []."""
         return self.inner.accumulate(batches, compute)
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The model's prediction for one micro-batch: [b, c, h, w] in the type of its products."""
+        """Predict for one micro-batch: [b, c, h, w] in the type of its products."""
         return self.inner.predict(model, batch)
 
     def loss(self, prediction: Tensor, batch: Batch) -> Tensor:
-        """The loss of a prediction, fp32 []: the mean over the samples; over the fillers if there is nothing else."""
+        """Compute the loss of a prediction, fp32 []: the mean over the samples, or of nothing but fillers."""
         return self.inner.loss(prediction, batch)
 
     def backward(self, loss: Tensor) -> None:
@@ -113,13 +106,16 @@ class PlainStep(StepVariant):
     def __init__(
         self, config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator
     ):
-        self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
+        self.config = config
+        self.model = model
+        self.optimizer = optimizer
+        self.accelerator = accelerator
         self.denoiser: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self.parameters = list(local_parameters(model).values())
         self.process = config.objective.process(config.model.files.scheduler_config, config.model.flow)
         self.dtype = config.precision.compute_dtype()
 
-    def at_step(self, step: int, steps: int) -> None:
+    def follow_schedule(self, step: int, steps: int) -> None:
         pass
 
     def accumulate(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
@@ -132,7 +128,7 @@ class PlainStep(StepVariant):
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         with phase("noise"):
             z_t = self.process.noised(batch.z_0, batch.noise, batch.level)
-        with self.config.precision.autocast_on(z_t.device), attention_by(self.config.speed.attention):
+        with self.config.precision.autocast_on(z_t.device), use_attention(self.config.speed.attention):
             time = self.process.time(batch.level)
             if batch.inpainting is not None:
                 z_t = torch.cat([z_t, batch.inpainting], 1)
@@ -142,10 +138,10 @@ class PlainStep(StepVariant):
 
     def loss(self, prediction: Tensor, batch: Batch) -> Tensor:
         target = self.process.target(batch.z_0, batch.noise, batch.level)
-        return self.compared(prediction, target, batch, batch.weight)
+        return self.loss_against(prediction, target, batch, batch.weight)
 
-    def compared(self, prediction: Tensor, target: Tensor, batch: Batch, weight: Tensor | None) -> Tensor:
-        """The loss [] against a target, without fillers unless the micro-batch has nothing else."""
+    def loss_against(self, prediction: Tensor, target: Tensor, batch: Batch, weight: Tensor | None) -> Tensor:
+        """Compute the loss [] against a target, without fillers unless the micro-batch has nothing else."""
         level = batch.level
         if 0 < batch.fillers < len(target):
             rows = slice(-batch.fillers)
@@ -158,7 +154,7 @@ class PlainStep(StepVariant):
 
     def norms(self) -> GradientNorms:
         gradients = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
-        return GradientNorms.of(dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True)))
+        return GradientNorms.compute(dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True)))
 
     def clip(self, norms: GradientNorms) -> None:
         option = self.config.train
@@ -184,7 +180,7 @@ class InBackward(PlainStep):
     def norms(self) -> GradientNorms:
         assert isinstance(self.optimizer, RoundedOptimizer)
         norms, self.optimizer.norms = self.optimizer.norms, {}  # recorded in the backward pass
-        return GradientNorms.of(norms)
+        return GradientNorms.compute(norms)
 
 
 class Sharded(PlainStep):
@@ -203,7 +199,7 @@ class Sharded(PlainStep):
 
     def norms(self) -> GradientNorms:
         whole = self.fsdp.take_gradients()
-        return GradientNorms.of(dict(zip(whole, self.fsdp.norms(whole), strict=True)))
+        return GradientNorms.compute(dict(zip(whole, self.fsdp.norms(whole), strict=True)))
 
     def clip(self, norms: GradientNorms) -> None:
         option = self.config.train
@@ -227,9 +223,9 @@ class TrainedText(StepVariant):
         super().__init__(inner)
         self.text, self.denoiser = text, denoiser
 
-    def at_step(self, step: int, steps: int) -> None:
-        self.text.at_step(step, steps)
-        super().at_step(step, steps)
+    def follow_schedule(self, step: int, steps: int) -> None:
+        self.text.follow_schedule(step, steps)
+        super().follow_schedule(step, steps)
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         if batch.text is not None:
@@ -261,18 +257,18 @@ class Prior(StepVariant):
         self._of_base = None
         if batch.prior is not None:
             base = self.plain.denoiser  # without DDP's bookkeeping
-            with torch.no_grad(), phase("prior"), untrained(self.plain.config.adapter, base):
+            with torch.no_grad(), phase("prior"), restore_base(self.plain.config.adapter, base):
                 self._of_base = super().predict(base, batch)
         return super().predict(model, batch)
 
     def loss(self, prediction: Tensor, batch: Batch) -> Tensor:
         loss = super().loss(prediction, batch)
         target, self._of_base = self._of_base, None
-        return loss if target is None else loss + self.plain.compared(prediction, target, batch, batch.prior)
+        return loss if target is None else loss + self.plain.loss_against(prediction, target, batch, batch.prior)
 
 
 @contextmanager
-def untrained(adapter: TrainingMethod, model: nn.Module) -> Iterator[None]:
+def restore_base(adapter: TrainingMethod, model: nn.Module) -> Iterator[None]:
     """Restore the exact base model within this context, on the text side too."""
     with text_disabled(model), adapter.disabled(model):
         yield

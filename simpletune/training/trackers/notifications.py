@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.runs.attempts import how_it_ended
+from simpletune.runs.attempts import describe_end
 from simpletune.runs.folder import read_summary
 from simpletune.system.console import duration
 from simpletune.system.notify import Message, Receiver, Sender, as_jpeg, post_now, receiver_or_none
@@ -50,14 +50,14 @@ class End:
 
 
 @contextmanager
-def end_notified(config: TrainConfig) -> Iterator[End]:
+def notify_end(config: TrainConfig) -> Iterator[End]:
     """Post how the run within this context ended, and why; only the first of several processes does."""
     receiver, end = receiver_or_none() if is_first_process() else None, End()
     try:
         yield end
     except BaseException as error:
         if receiver is not None:
-            ended, reason = how_it_ended(error)
+            ended, reason = describe_end(error)
             post_now(receiver, Message(config.name, ended, reason.partition("\n")[0]))
         raise
     if receiver is not None and not end.silent:
@@ -65,7 +65,7 @@ def end_notified(config: TrainConfig) -> Iterator[End]:
 
 
 def _result(summary: Json) -> str:
-    """A finished run in a few figures; no paths and no prompts, because others may read them."""
+    """Describe a finished run in a few figures; no paths and no prompts, because others may read them."""
     parts = [plural(summary["steps"], "step")] if "steps" in summary else ["no summary"]
     if summary.get("seconds_total") is not None:
         parts.append(f"in {duration(summary['seconds_total'])}")

@@ -61,7 +61,7 @@ def test_checkpoints_say_which_are_kept() -> None:
         (Checkpoint(keep_last=2, every=10, keep_every=20), "the last 2 and one every 20 steps", 3),
     ):
         assert words in option.describe()
-        assert option.most_at_once([10, 20, 30, 40]) == most and option.most_at_once([]) == 0
+        assert option.most_on_disk([10, 20, 30, 40]) == most and option.most_on_disk([]) == 0
 
 
 def test_memory_levers_are_explained(tiny_config: dict) -> None:

@@ -350,7 +350,9 @@ def test_duplicates_and_other_formats_are_said(tmp_path: Path) -> None:
     (folder / "layers.psd").touch()
     found = suggest(folder)
     assert "1 group of identical files, such as 0.png, again.png" in " ".join(found.notes)
-    assert found.files.named() == ["layers.psd: .psd pictures are not read. Convert them to jpg, png or webp"]
+    assert found.files.reason_sentences() == [
+        "layers.psd: .psd pictures are not read. Convert them to jpg, png or webp"
+    ]
 
 
 @pytest.mark.parametrize("name", ["my pictures", "käse 猫", "-rf", "x\ny", "con", "...", "a" * 200])

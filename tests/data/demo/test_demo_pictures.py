@@ -119,7 +119,7 @@ def test_an_outlined_shape_with_one_half_tinted_is_not_striped(angle: int, monke
         canvas[inside & (place < np.median(place[inside]))] = colour + (255.0 - colour) * demo_scenes.TINT
         return canvas
 
-    monkeypatch.setattr(demo_scenes, "_striped", half_tinted)
+    monkeypatch.setattr(demo_scenes, "_render_stripes", half_tinted)
     images = [render(scene, seed=index) for index, scene in enumerate(sample_scenes(12, seed=6, style="striped"))]
     assert share_striped(images) == 0.0
 

@@ -115,7 +115,7 @@ def test_every_file_is_in_exactly_one_class(
     assert {name for name, kind in kinds.items() if kind == "picture"} == {each.name for each in found.images}
     rejected = {each.name for each in found.rejected if each.kind == "picture"}
     assert all(kinds[name] in ("damaged", "left over") for name in rejected)
-    said = " ".join(found.files.named())
+    said = " ".join(found.files.reason_sentences())
     assert all(
         found.files.files[name][1] for name, kind in kinds.items() if kind in ("left over", "damaged", "not read")
     )
@@ -135,7 +135,7 @@ def test_the_sums_are_a_line_and_the_most_surprising_file_comes_first(tmp_path: 
         "11 files: 1 picture, 1 file of captions, 1 mask, 4 left over, 1 damaged, 2 of a kind that is not read, 1 of "
         "another program"
     )
-    said = found.files.named()
+    said = found.files.reason_sentences()
     assert [line.partition(":")[0] for line in said[:4]] == ["d.png", "b.txt", "d.tags", "c.txt"]
     assert said[4].startswith("b.png: is damaged") and said[3] == "c.txt: no picture has this name"
     assert said[5:] == [
@@ -190,7 +190,7 @@ FORMS: dict[str, tuple[dict[str, bytes | str], str]] = {
 def test_captions_in_every_known_form_are_read(form: str, tmp_path: Path) -> None:
     files, caption = FORMS[form]
     found = scan(tree(tmp_path, files))
-    assert list(captions(found).values()) == [caption] and not found.rejected and not found.files.named()
+    assert list(captions(found).values()) == [caption] and not found.rejected and not found.files.reason_sentences()
     assert sorted(classes(found).values()) == ["caption", "picture"]
     assert "names" not in found.captions
 
@@ -213,7 +213,7 @@ UNREAD: dict[str, tuple[dict[str, bytes | str], str]] = {
 def test_captions_that_are_not_read_are_named_with_the_reason(form: str, tmp_path: Path) -> None:
     files, reason = UNREAD[form]
     found = scan(tree(tmp_path, files))
-    assert any(reason in line for line in [*found.files.named(), *(each.reason for each in found.rejected)])
+    assert any(reason in line for line in [*found.files.reason_sentences(), *(each.reason for each in found.rejected)])
     assert "caption" not in classes(found).values()
 
 
@@ -230,7 +230,7 @@ def test_the_nearest_metadata_counts_and_a_csv_beside_it_is_named(tmp_path: Path
     })  # fmt: skip
     found = scan(tmp_path)
     assert captions(found) == {"s/a.png": "near", "b.png": "b"}
-    assert "metadata.csv: metadata.jsonl beside it is read instead" in found.files.named()
+    assert "metadata.csv: metadata.jsonl beside it is read instead" in found.files.reason_sentences()
 
 
 def test_a_configuration_of_0_1_trains_what_it_trained_and_says_what_it_does_not_see(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_tables_and_shards_are_accounted_for(tmp_path: Path) -> None:
 
 def test_one_reason_of_many_files_is_one_sentence(tmp_path: Path) -> None:
     files = {f"{name}.png": PNG for name in "abcde"} | {f"{name}.txt": " " for name in "abcde"}
-    named = scan(tree(tmp_path, files)).files.named()
+    named = scan(tree(tmp_path, files)).files.reason_sentences()
     assert named == [
         "a.png, b.png, c.png and 2 more: its caption NAME.txt is empty",
         "a.txt, b.txt, c.txt and 2 more: its picture is not used",
@@ -360,7 +360,10 @@ def test_one_reason_of_many_files_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("a dog")
     for name in "cde":
         (tmp_path / f"{name}.txt").write_text("a cat")
-    assert scan(tmp_path).files.named() == ["a.png: its caption a.txt is empty", "a.txt: its picture is not used"]
+    assert scan(tmp_path).files.reason_sentences() == [
+        "a.png: its caption a.txt is empty",
+        "a.txt: its picture is not used",
+    ]
 
 
 def test_a_caption_with_commas_and_without_quotes_is_not_cut_off(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from plans import make_plan, some_images
 
-from simpletune.data.sources.augmentation import RANGES, UNCHANGED, Augmentation, recoloured
+from simpletune.data.sources.augmentation import RANGES, UNCHANGED, Augmentation, recolour
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.image_files import crop_to_bucket
 from simpletune.data.sources.multi_source import source_notes
@@ -72,7 +72,7 @@ def test_colours_change_by_their_definitions() -> None:
     grey = np.asarray(image.convert("L"), dtype=float)[..., None]
 
     def changed(**amounts: float) -> np.ndarray:
-        return np.asarray(recoloured(image, Augmentation(**amounts)), dtype=float)
+        return np.asarray(recolour(image, Augmentation(**amounts)), dtype=float)
 
     for amount in (-0.4, 0.25):
         for name, middle in (("brightness", 0), ("contrast", round(grey.mean())), ("saturation", grey)):
@@ -82,7 +82,7 @@ def test_colours_change_by_their_definitions() -> None:
         by_hand = [colorsys.rgb_to_hsv(*pixel) for pixel in noise.reshape(-1, 3) / 255]
         expected = np.array([colorsys.hsv_to_rgb((h + degrees / 360) % 1, s, v) for h, s, v in by_hand]) * 255
         assert np.abs(changed(hue=degrees).reshape(-1, 3) - expected).mean() < 2  # Pillow has 256 hues
-    assert recoloured(image, Augmentation(rotation=9)) is image
+    assert recolour(image, Augmentation(rotation=9)) is image
     cropped = crop_to_bucket(image, image.size, augmentation=Augmentation(hue=90))
     np.testing.assert_allclose((cropped.transpose(1, 2, 0) + 1) * 127.5, changed(hue=90), atol=1e-4)
 

@@ -103,7 +103,7 @@ def test_buckets_have_steps_of_16_equal_area_and_bounded_aspect(resolution: int,
 
 
 @pytest.mark.parametrize(
-    ("picture", "bucket"),
+    ("image", "bucket"),
     [((300, 200), (80, 48)), ((10, 12), (64, 64)), ((1, 9), (32, 128)), ((9000, 1), (128, 32)), ((1, 1), (64, 64))],
 )
 def test_nearest_bucket_by_hand(image: tuple[int, int], bucket: tuple[int, int]) -> None:
@@ -120,7 +120,7 @@ def test_pictures_keep_their_aspect_in_buckets_and_lose_it_only_when_asked(size:
 
 
 @pytest.mark.parametrize(
-    ("picture", "bucket", "covering"),
+    ("image", "bucket", "covering"),
     [
         ((200, 100), (64, 64), (128, 64)),
         ((100, 200), (64, 64), (64, 128)),
@@ -162,7 +162,7 @@ WHITE = [255, 255, 255]
 
 
 @pytest.mark.parametrize(
-    ("image", "options", "expected"),
+    ("pil", "options", "expected"),
     [
         # red, transparent, and a fifth of blue over white
         (

@@ -92,8 +92,8 @@ def test_a_plan_without_inpainting_draws_no_hole_and_keeps_its_keys() -> None:
         for v in range(3)
     ]
     assert [view.without_hole for view in with_holes] == without
-    divided = other.divided(GlobalBatch(2))
-    assert divided.views() == other.views()  # divided by processes and trials
+    with_batch = other.with_batch(GlobalBatch(2))
+    assert with_batch.views() == other.views()  # divided by processes and trials
 
 
 def test_keys_tell_holes_apart_and_share_what_is_equal() -> None:

@@ -21,7 +21,7 @@ from simpletune.config.overrides import merge
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import PlannedSample, drop_rejected, make_samples
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.multi_source import MultiSource, example_prompt, scan_sources, too_small
+from simpletune.data.sources.multi_source import MultiSource, example_prompt, find_too_small, scan_sources
 from simpletune.data.sources.source import RejectedEntry, Source, SourceImage
 from simpletune.models.objectives.flow import Flow
 from simpletune.runs.folder import read_metrics
@@ -317,10 +317,10 @@ def test_check_and_estimate_know_every_source(tiny_config: dict, capsys: pytest.
 
 def test_too_small_pictures_are_told_by_their_sources_limit(tiny_config: dict) -> None:
     data = MultiSource(sources=[Folder(path="a", resolution=64), Folder(path="b", resolution=256, max_upscale=1.5)])
-    rejected = too_small([*images(), *images(source=1)], data)
+    rejected = find_too_small([*images(), *images(source=1)], data)
     assert {each.source for each in rejected} == {1} and len(rejected) == len(WIDE)
     assert "data.sources.1.max_upscale=1.5" in rejected[0].reason
-    assert too_small([replace(image, source=0) for image in images()], data) == []
+    assert find_too_small([replace(image, source=0) for image in images()], data) == []
 
 
 def test_a_rejected_picture_leaves_those_of_its_name_in_other_sources() -> None:

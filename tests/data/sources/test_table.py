@@ -22,7 +22,7 @@ from simpletune.config.load import validate
 from simpletune.data.sources import table
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.image_files import decode
-from simpletune.data.sources.multi_source import too_small
+from simpletune.data.sources.multi_source import find_too_small
 from simpletune.data.sources.source import SourceImage, UnusableImage
 from simpletune.data.sources.table import Table
 from simpletune.runs.folder import read_metrics
@@ -185,11 +185,11 @@ def wide_gamut_profile() -> bytes:
 
 def test_pictures_that_would_be_scaled_up_too_far_are_rejected() -> None:
     images = [SourceImage(name, "c", size, name, bytes) for name, size in (("big", (600, 600)), ("small", (300, 150)))]
-    (rejected,) = too_small(images, Folder(path="x", resolution=512))
+    (rejected,) = find_too_small(images, Folder(path="x", resolution=512))
     assert rejected.name == "small"
     assert rejected.reason == "is too small: 300x150 would be scaled up 2.4 times; the limit is data.max_upscale=2"
-    assert too_small(images, Folder(path="x", resolution=512, max_upscale=None)) == []
-    both = too_small(images, Folder(path="x", resolution=1024, max_upscale=1))
+    assert find_too_small(images, Folder(path="x", resolution=512, max_upscale=None)) == []
+    both = find_too_small(images, Folder(path="x", resolution=1024, max_upscale=1))
     assert [each.name for each in both] == ["big", "small"]
 
 

@@ -32,7 +32,7 @@ def reference_owner(key: str, of: int) -> int:
 def fill(cache: FileCache, share: KeyRange, together: int, pause: float = 0.0) -> list[str]:
     """Encode what is lacking as the prepare stages do; the keys in the order of their files."""
     made = []
-    for group in cache.claimed(cache.lacking(KEYS, share), share, together):
+    for group in cache.claim(cache.lacking(KEYS, share), share, together):
         for key in group:
             time.sleep(pause)
             cache.save(key, {"x": torch.tensor([place_of(key)])})

@@ -153,7 +153,7 @@ def test_an_epoch_shows_every_row_once_in_buckets(tiny_config: dict, shards: Pat
         for micro, area in enumerate(plan.areas(step)):
             draws = plan.micro_batch(step, micro)
             assert {width * height for width, height in (draw.view.bucket for draw in draws)} == {area}
-    assert sorted({int(draw.caption[4:]) for draw in draws_of(plan, (1, 2))}) == plan.used(1, 3).tolist()
+    assert sorted({int(draw.caption[4:]) for draw in draws_of(plan, (1, 2))}) == plan.used_variants(1, 3).tolist()
 
 
 def test_variants_are_used_in_turn_over_epochs(tiny_config: dict, tmp_path: Path) -> None:
@@ -162,7 +162,9 @@ def test_variants_are_used_in_turn_over_epochs(tiny_config: dict, tmp_path: Path
     plan = stream_plan(validate(data, "stream"))
     seen = Counter(draw.caption for number in (0, 1) for draw in epoch_of(plan, number))
     assert seen == {f"{number} {letter}": 1 for number in range(6) for letter in "ab"}
-    assert plan.used(0, 100).tolist() == list(range(12)) and plan.used(0, 6).tolist() == list(range(0, 12, 2))
+    assert plan.used_variants(0, 100).tolist() == list(range(12)) and plan.used_variants(0, 6).tolist() == list(
+        range(0, 12, 2)
+    )
 
 
 def require_same(run: Path, other: Path) -> None:
@@ -247,7 +249,7 @@ def test_the_plan_does_not_know_how_many_processes_there_are(tiny_config: dict, 
     data["train"] = {"steps": 4, "global_batch": 8, "batch_size": 2}
     one, four = (stream_plan(validate(data, "stream")) for _ in range(2))
     assert [one.micro_batch(3, m) for m in range(2)] == [four.micro_batch(3, m) for m in range(2)]
-    larger = one.divided(GlobalBatch(4, 2))
+    larger = one.with_batch(GlobalBatch(4, 2))
     assert larger.batch_size == 4 and larger.steps_per_epoch == 3
 
 
@@ -283,7 +285,7 @@ class Looks:
                 found[view.image.name] = RejectedEntry(view.image.name, str(reason))
         return list(found.values())
 
-    def too_long(self, prompts: list[str]) -> list[str]:
+    def truncated_prompts(self, prompts: list[str]) -> list[str]:
         return []
 
 

@@ -106,7 +106,7 @@ class ReadOnly:
         self.read += sum(len(view.image.read_same()) > 900 for views in parts for view in views)
         return []
 
-    def too_long(self, prompts: Sequence[str]) -> list[str]:
+    def truncated_prompts(self, prompts: Sequence[str]) -> list[str]:
         return []
 
 

@@ -215,7 +215,7 @@ def _run(levers: Levers, device: str) -> Result:
             began = DeviceEvent(where)
             given = prefetcher.step(step)
             loss, norm = core.run(step, STEPS, given)
-            pending.append(PendingStep.launched(step, began, core, global_figures(loss, norm, core)))
+            pending.append(PendingStep.launch(step, began, core, global_figures(loss, norm, core)))
             if step + 1 == STEPS and device == "cuda":
                 early = [tensor.clone() for tensor in _left(core) if tensor.device.type == "cpu"]
             while len(pending) > (0 if step + 1 == STEPS else levers.ahead):

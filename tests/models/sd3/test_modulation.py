@@ -250,7 +250,7 @@ def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict
 
     def rows_of(*steps: int) -> list[Tensor]:
         counting = ModulationPlan(Counting(), run.prepared.plan, planned.time, run.prepared.text.pooled)
-        return [counting.of_step(step) for step in steps]
+        return [counting.step_modulations(step) for step in steps]
 
     forward = rows_of(0, 1, 2, 3, 4, 5)
     assert asked == [4 * 2 * 2] * 2
@@ -277,7 +277,7 @@ def test_apart_every_pass_of_a_step_has_a_product_of_its_own(config_json: dict, 
         passes = TrainingPasses(plan, NoPrior(), RankMicroBatches(rank, processes, exact=True))
         apart = ModulationPlan(planned.modulation, passes, planned.time, run.prepared.text.pooled, apart=True)
         for step in range(6):
-            rows = apart.of_step(step)
+            rows = apart.step_modulations(step)
             for place, own in zip(passes.places(step), rows, strict=False):
                 assert torch.equal(found.setdefault((step, place), own), own)
                 if place < len(plan.micros(step)):

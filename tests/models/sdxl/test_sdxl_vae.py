@@ -113,5 +113,5 @@ def test_cache_and_estimate_use_the_same_type(config: TrainConfig) -> None:
     accelerator: Any = SimpleNamespace(process_index=0, num_processes=1)
     caches = Caches(config, accelerator, None)  # type: ignore[arg-type]
     assert caches.latents.dtype == next(empty_autoencoder(config).parameters()).dtype == torch.float16
-    assert LatentCache.of(config, config.output.place).dtype == torch.float16
+    assert LatentCache.from_config(config, config.output.place).dtype == torch.float16
     assert config.precision.encoder_dtype() == torch.float32, "the text encoders' type stays"

@@ -85,14 +85,14 @@ def require_whole(config: dict) -> RunIndex:
 
 def wait_for_uploads(patch: pytest.MonkeyPatch) -> None:
     """Let training wait until each checkpoint is in the store."""
-    original = upload.Uploader.saved
+    original = upload.Uploader.note_saved
 
     def saved(self: upload.Uploader, step: int) -> None:
         original(self, step)
         while not self._is_done():
             time.sleep(0.01)
 
-    patch.setattr(upload.Uploader, "saved", saved)
+    patch.setattr(upload.Uploader, "note_saved", saved)
 
 
 def same(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

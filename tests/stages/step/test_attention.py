@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletune.config.load import read_config, validate
-from simpletune.stages.step.attention import AttentionCall, attention_calls, settle_attention, usable
+from simpletune.stages.step.attention import AttentionCall, attention_calls, choose_kernel, settle_attention
 from simpletune.system.options import UserError
 from simpletune.training import set_up as setting_up
 
@@ -130,8 +130,8 @@ def test_a_trial_includes_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_: Broken.apply(q))
     trained = AttentionCall(1, 2, 20, 20, 64, True, "training")
     with pytest.raises(UserError, match="no backward kernel"):
-        usable("flash", trained, CPU, torch.float32)
-    assert usable("flash", trained._replace(trained=False), CPU, torch.float32) == "flash"
+        choose_kernel("flash", trained, CPU, torch.float32)
+    assert choose_kernel("flash", trained._replace(trained=False), CPU, torch.float32) == "flash"
 
 
 @pytest.mark.parametrize("outer", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])

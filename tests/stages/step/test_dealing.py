@@ -20,7 +20,7 @@ from simpletune.models.shared.conditioning import Conditioning
 from simpletune.stages.step import exact_sums
 from simpletune.stages.step.assignment import RankMicroBatches, leaves
 from simpletune.stages.step.batch_loader import Batch
-from simpletune.stages.step.exact_sums import TreeSum, _added, top_of_tree
+from simpletune.stages.step.exact_sums import TreeSum, _add, top_of_tree
 from simpletune.system.options import ConfigError
 
 AREAS = st.lists(st.sampled_from([1024, 4096, 4608, 6144]), min_size=1, max_size=33)
@@ -32,7 +32,7 @@ def test_exact_shares_are_the_reference_s_aligned_subtrees(areas: list[int], pro
     if processes > 2 ** reference.width_of(len(areas)):
         processes = 1
     for process in range(processes):
-        found = RankMicroBatches(process, processes, exact=True).of(areas)
+        found = RankMicroBatches(process, processes, exact=True).select(areas)
         assert found == reference.share(areas, process, processes)
 
 
@@ -40,7 +40,7 @@ def test_exact_shares_are_the_reference_s_aligned_subtrees(areas: list[int], pro
 def test_every_micro_batch_has_one_process_and_no_process_is_far_heavier(
     areas: list[int], processes: int, exact: bool
 ) -> None:
-    shares = [RankMicroBatches(process, processes, exact).of(areas) for process in range(processes)]
+    shares = [RankMicroBatches(process, processes, exact).select(areas) for process in range(processes)]
     assert Counter(place for share in shares for place in share) == Counter(range(len(areas)))
     weights = [sum(areas[place] for place in share) for share in shares]
     assert max(weights) - min(weights) <= max(areas)
@@ -49,8 +49,8 @@ def test_every_micro_batch_has_one_process_and_no_process_is_far_heavier(
 
 def test_one_process_takes_them_in_their_order_unless_it_sums_exactly() -> None:
     areas = [1, 3, 2, 3, 1]
-    assert RankMicroBatches().of(areas) == [0, 1, 2, 3, 4]
-    assert RankMicroBatches(exact=True).of(areas) == [1, 4, 2, 3, 0]  # ranks 1, 3, 2, 0, 4 at leaves 0, 4, 2, 1, 3
+    assert RankMicroBatches().select(areas) == [0, 1, 2, 3, 4]
+    assert RankMicroBatches(exact=True).select(areas) == [1, 4, 2, 3, 0]  # ranks 1, 3, 2, 0, 4 at leaves 0, 4, 2, 1, 3
     assert leaves(8) == [0, 4, 2, 6, 1, 5, 3, 7] and leaves(0) == [] and leaves(3) == [0, 2, 1]
 
 
@@ -86,8 +86,10 @@ def test_the_sum_is_the_reference_s_bit_for_bit(count: int, dtype: torch.dtype) 
     rounded = [torch.from_numpy(gradients[n]).to(dtype).float().numpy() for n in range(count)]
     expected = torch.from_numpy(reference.tree_sum(rounded, areas))
     compute = Computed(gradients, dtype)
-    order = RankMicroBatches(exact=True).of(areas)
-    loss = TreeSum({"used": compute.used, "unused": compute.unused}).over([batch_of(place) for place in order], compute)
+    order = RankMicroBatches(exact=True).select(areas)
+    loss = TreeSum({"used": compute.used, "unused": compute.unused}).accumulate(
+        [batch_of(place) for place in order], compute
+    )
     assert compute.unused.grad is None and compute.used.grad is not None
     assert compute.used.grad.dtype == dtype
     assert torch.equal(compute.used.grad, expected.to(dtype))
@@ -103,9 +105,9 @@ def test_what_several_processes_add_up_is_what_one_does(areas: list[int], proces
     rows = []
     for process in range(processes):
         compute = Computed(gradients)
-        places = RankMicroBatches(process, processes, exact=True).of(areas)
+        places = RankMicroBatches(process, processes, exact=True).select(areas)
         given = [batch_of(place) for place in places] or [batch_of(0, parts=math.inf)]
-        TreeSum({"used": compute.used}).over(given, compute)
+        TreeSum({"used": compute.used}).accumulate(given, compute)
         assert compute.used.grad is not None
         rows.append(compute.used.grad.flatten())
     expected = torch.from_numpy(reference.tree_sum(list(gradients.values()), areas)).flatten()
@@ -114,12 +116,12 @@ def test_what_several_processes_add_up_is_what_one_does(areas: list[int], proces
 
 def test_a_gradient_that_only_one_side_has_is_the_sum() -> None:
     one = torch.ones(2)
-    assert _added(one, None) is one and _added(None, one) is one and _added(None, None) is None
+    assert _add(one, None) is one and _add(None, one) is one and _add(None, None) is None
 
 
 def test_a_process_without_a_micro_batch_changes_nothing_not_even_the_sign_of_zero() -> None:
     compute = Computed({0: np.full((3, 7), np.nan, dtype="f4")})
-    loss = TreeSum({"used": compute.used}).over([batch_of(0, parts=math.inf)], compute)
+    loss = TreeSum({"used": compute.used}).accumulate([batch_of(0, parts=math.inf)], compute)
     nothing = compute.used.grad
     assert nothing is not None and loss.item() == 0
     for value in (-0.0, 0.0, 3.5):
@@ -130,7 +132,7 @@ def test_both_passes_of_a_micro_batch_make_one_leaf() -> None:
     numbers = np.random.default_rng(0)
     gradients = {n: numbers.standard_normal((3, 7)).astype("f4") for n in range(6)}
     compute = Computed(gradients)
-    TreeSum({"used": compute.used}, passes=2).over([batch_of(n) for n in (0, 1, 4, 5, 2, 3)], compute)
+    TreeSum({"used": compute.used}, passes=2).accumulate([batch_of(n) for n in (0, 1, 4, 5, 2, 3)], compute)
     pairs = [gradients[2 * n] + gradients[2 * n + 1] for n in range(3)]
     expected = reference.tree_sum(pairs, [1, 1, 1])
     assert compute.used.grad is not None and np.array_equal(compute.used.grad.numpy(), expected)
@@ -178,11 +180,11 @@ def compute(batch):
 one = torch.zeros(1)
 tree, batches = TreeSum(parameters, 2), [Batch(one, one, one, Conditioning(one), names=("x",), parts=1.0)]
 for frozen in ([], ["second"]):  # in both processes alike
-    tree.over(batches, compute)
+    tree.accumulate(batches, compute)
     assert parameters["first"].grad.tolist() == [2, 2, 2]
     assert parameters["second"].grad is None or not frozen
 frozen = ["second"] if rank == "1" else []
-TreeSum(parameters, 2).over(batches, compute)
+TreeSum(parameters, 2).accumulate(batches, compute)
 """
 
 

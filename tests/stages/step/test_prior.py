@@ -159,7 +159,7 @@ def test_a_source_for_regularization_gives_places_and_no_targets(tiny_config: di
     torch.testing.assert_close(first.prior.flatten(), 0.35 * of_class.float())
     torch.testing.assert_close(second.prior.flatten(), 0.7 * (~of_class).float())
     assert not second.weight.any()
-    assert all(batch.prior is None for batch in batches.one_by_one(batches.plan.evaluation(2)))
+    assert all(batch.prior is None for batch in batches.single_batches(batches.plan.evaluation(2)))
 
 
 def test_outside_of_masks_the_base_is_the_target(tiny_config: dict, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_outside_of_masks_the_base_is_the_target(tiny_config: dict, tmp_path: Pa
     prior = {"method": "base_prediction", "outside_mask": 0.3}
     core, batches = assembled(config_of(tiny_config, data=data, prior=prior, train={"steps": 1, "batch_size": 2}))
     (batch,) = batches.step(0)
-    assert all(one.prior is None for one in batches.one_by_one(batches.plan.evaluation(2)))
+    assert all(one.prior is None for one in batches.single_batches(batches.plan.evaluation(2)))
     inside = torch.tensor([0.0, 0.0, 1.0, 1.0]).expand(2, 1, 4, 4)
     torch.testing.assert_close(batch.prior, 0.3 * (1 - inside))
     learned = batch.weight

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletune.config.load import read_config
 from simpletune.engine.optim.options import AdamW
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.attention import AttentionCall, settle_attention, usable
+from simpletune.stages.step.attention import AttentionCall, choose_kernel, settle_attention
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import UserError
@@ -160,9 +160,9 @@ def test_the_kernel_of_attention_is_found_out_said_or_refused(
     run = run_with(tiny_config, speed={"attention": "math"})
     assert json.loads((run / "summary.json").read_text())["attention"] == "math"
     shape = AttentionCall(1, 2, 20, 20, 64, True, "training")
-    assert usable("auto", shape, CPU, torch.bfloat16) == "flash"
+    assert choose_kernel("auto", shape, CPU, torch.bfloat16) == "flash"
     with pytest.raises(UserError, match="speed.attention: cudnn cannot compute 2 heads of 20 x 64 .*Use auto or math"):
-        usable("cudnn", shape, CPU, torch.float32)
+        choose_kernel("cudnn", shape, CPU, torch.float32)
     config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), ["data.path=demo:pictures"])
     assert config.precision.product_dtype() == torch.bfloat16
     assert settle_attention(config, [(256, 256)], CPU) == "flash"

@@ -31,7 +31,7 @@ from simpletune.stages.encode import prepare
 from simpletune.stages.step.batch_loader import Batch, BatchLoader
 from simpletune.stages.step.synthetic import SingleProcess
 from simpletune.stages.step.train_step import TrainStep, assemble
-from simpletune.stages.step.variant import untrained
+from simpletune.stages.step.variant import restore_base
 from simpletune.stages.text_cache import TextCache
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.stage_timer import StageTimer
@@ -289,7 +289,7 @@ def test_disabled_it_is_the_base(name: str, tiny_config: dict) -> None:
     (batch,) = run.batches.step(0)
     with torch.no_grad():
         changed = run.core.variant.predict(run.core.model, batch)
-        with untrained(run.config.adapter, run.core.model):
+        with restore_base(run.config.adapter, run.core.model):
             ours = run.core.variant.predict(run.core.model, batch)
         again = run.core.variant.predict(run.core.model, batch)
         model = run.config.model.load_denoiser(run.config.precision, CPU, 0)
@@ -434,7 +434,7 @@ def test_pictures_are_drawn_with_the_trained_text(tiny_config: dict, tmp_path: P
         with torch.no_grad():
             found = run.text(batch.conditioning, batch.text).map(lambda tensor: tensor[0])
         torch.testing.assert_close(drawn.tensors(), found.tensors(), rtol=1e-4, atol=1e-5)
-        with untrained(run.config.adapter, run.core.model):
+        with restore_base(run.config.adapter, run.core.model):
             assert (previews.load(caption).embeds != drawn.embeds).any()
 
 
@@ -487,4 +487,4 @@ def test_the_text_stage_skips_encoders_that_run_in_every_step(tiny_config: dict,
         cache.fill(["a flat picture", "flat " * 40], CPU)
         (folder,) = (tmp_path / name / "prompts").iterdir()
         assert {each.partition("-")[0] for each in folder.name.split("+")} == expected
-        assert cache.lacking(["a flat picture"]) == set() and cache.too_long(["flat " * 40]) == ["flat " * 40]
+        assert cache.lacking(["a flat picture"]) == set() and cache.truncated_prompts(["flat " * 40]) == ["flat " * 40]

@@ -133,7 +133,7 @@ def test_only_the_first_process_posts(tiny_config: dict, monkeypatch: pytest.Mon
         monkeypatch.setenv(notify.VARIABLE, inbox.url)
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
-        with notifications.end_notified(validate(tiny_config, "test")):
+        with notifications.notify_end(validate(tiny_config, "test")):
             pass
     assert inbox.posted == []
 

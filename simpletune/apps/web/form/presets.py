@@ -118,5 +118,5 @@ def _image_notes(found: Suggestion, seen: FolderContents, paths: tuple[str, ...]
             label = LABELS.get(each.path) or each.path.rpartition(".")[2].replace("_", " ").capitalize()
             more = f". {each.override}" if each.override and each.path.startswith("data.") else ""  # no flags of init
             decided.append(f"{label} “{each.value}”: {each.why}{more}")
-    left_over = seen.report.files.named()
+    left_over = seen.report.files.reason_sentences()
     return (*decided, *(note for note in found.notes if note not in left_over))

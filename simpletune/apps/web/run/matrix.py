@@ -15,9 +15,9 @@ from PIL import Image
 from simpletune.apps.web.run_state import file_stamp
 from simpletune.runs.folder import BASE, SAMPLES, START
 from simpletune.runs.outputs import folder_name
+from simpletune.runs.report.image_rows import painted_inputs, row_titles
 from simpletune.runs.report.run_data import read_object
-from simpletune.runs.report.validation_images import painted_inputs, row_titles
-from simpletune.stages.png import asked_for, generation_parameters
+from simpletune.stages.png import comparison_key, generation_parameters
 from simpletune.system.options import Json
 
 COLUMNS = 24  # steps shown besides the base
@@ -58,10 +58,10 @@ def matrix_of(folder: Path) -> Matrix:
     by_name: dict[str, str] = {}
     for _, file, how in found:
         if "prompt" in how:
-            by_name.setdefault(file.name, asked_for(how))
+            by_name.setdefault(file.name, comparison_key(how))
     files: dict[str, dict[str, Path]] = {}  # by what they were asked to be, and by state
     for state, file, how in found:  # damaged ones are shown where others of their name are
-        asked = asked_for(how) if "prompt" in how else by_name.get(file.name, json.dumps({"prompt": file.name}))
+        asked = comparison_key(how) if "prompt" in how else by_name.get(file.name, json.dumps({"prompt": file.name}))
         files.setdefault(asked, {}).setdefault(state, file)
     row_names, rows = row_titles(files), []
     for asked, own in sorted(files.items(), key=lambda pair: next(iter(pair[1].values())).name):

@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.runs.folder import BASE, START
-from simpletune.stages.png import ASKED, asked_for, generation_parameters
+from simpletune.stages.png import ASKED, comparison_key, generation_parameters
 
 LARGEST = 512  # pixels of the longer side
 SHOWN_AS_IS = 128  # small pictures keep every pixel
@@ -25,7 +25,7 @@ class ValidationImage:
     seed: str
     step: int  # 0 for the base and the start
     file: Path
-    asked: str  # ``asked_for``: equal in pictures that may stand side by side
+    asked: str  # ``comparison_key``: equal in pictures that may stand side by side
     is_start: bool = False  # whether it is of the LoRA that the run began with
 
 
@@ -44,7 +44,7 @@ def validation_images(folder: Path, notes: list[str]) -> list[ValidationImage]:
                 continue
             prompt, seed = str(how.get("prompt", "")), str(how.get("seed", ""))
             is_start = state.name == START
-            found.append(ValidationImage(prompt, seed, int(digits), file, asked_for(how), is_start))
+            found.append(ValidationImage(prompt, seed, int(digits), file, comparison_key(how), is_start))
     found.sort(key=lambda small: (small.step, small.is_start))
     newest = {small.asked: small for small in found}  # whose name tells the request's place
     return sorted(
@@ -54,7 +54,7 @@ def validation_images(folder: Path, notes: list[str]) -> list[ValidationImage]:
 
 
 def row_titles(asked: Iterable[str], shown: Sequence[str] = ("prompt",)) -> dict[str, str]:
-    """What rows of pictures are called, by ``asked_for``: their prompts, with what tells those apart that have the same
+    """Title rows of pictures, by ``comparison_key``: their prompts, with what tells those apart that have the same
     values of ``shown``."""
     rows = {key: json.loads(key) for key in dict.fromkeys(asked)}
     titles = {}
@@ -71,8 +71,8 @@ def row_titles(asked: Iterable[str], shown: Sequence[str] = ("prompt",)) -> dict
 
 
 def painted_inputs(folder: Path, prompt: str) -> dict[str, Path]:
-    """The picture and the mask that the validation pictures of one name, such as ``prompt-00.png``, paint into, by what
-    they are; empty if they paint into none."""
+    """Return the picture and the mask that the validation pictures of one name, such as ``prompt-00.png``, paint into,
+    by what they are; empty if they paint into none."""
     files = {kind: folder / "samples" / "input" / prompt.replace("prompt", kind, 1) for kind in ("picture", "mask")}
     return {kind: file for kind, file in files.items() if file.is_file()}
 
