@@ -192,11 +192,13 @@ def import_keys() -> Iterator[str]:
             yield cell(tables[f"file{part}"])
             yield ""
             rows = [(f"`{key}`", text) for key, text in sorted(tables[f"here{part}"].items())]
-            parts = (part,) if part else ("", "_part")
+            parts = ("_data", "_image", "_captions") if part else ("", "_part", "_text", "_network", "_lycoris")
             gone = {key: text for end in parts for key, text in tables.get(f"left_out{end}", {}).items()}
             idle = {key: text for end in parts for key, text in tables.get(f"no_effect{end}", {}).items()}
             rows += [(f"`{key}`", f"left out: {text}") for key, text in sorted(gone.items())]
-            rows += [(f"`{key}`", f"not needed: {text}") for key, text in sorted(idle.items())]
+            for key, text in sorted(idle.items()):  # one reason, or one for some values each
+                of_values = [f"`{value}`: {why}" for value, why in text.items()] if isinstance(text, dict) else [text]
+                rows.append((f"`{key}`", f"not needed: {'; '.join(of_values)}"))
             yield from table(("key", "here"), rows)
 
 

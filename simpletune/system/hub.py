@@ -33,6 +33,7 @@ from simpletune.system.shell import login_command
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm
 
+WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
 DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
 LAST = (
@@ -110,7 +111,8 @@ class Unreachable(UserError):
 
 def is_hub_name(name: str) -> bool:
     """Return whether a name is a hub repository (owner/name) rather than a folder or file."""
-    return not Path(name).exists() and not name.endswith(".safetensors") and HUB_NAME.match(name) is not None
+    is_path = name.startswith(".") or name.endswith(WEIGHT_FILES) or Path(name).exists()
+    return not is_path and HUB_NAME.match(name) is not None
 
 
 def commit_of(folder: Path | None) -> str | None:

@@ -510,6 +510,7 @@ def test_what_the_disk_and_hf_xet_do_in_plain_words(error: Exception, message: s
 def test_what_is_a_name_on_the_hub() -> None:
     assert is_hub_name("stabilityai/stable-diffusion-3-medium-diffusers")
     assert not is_hub_name("models/sd3_medium.safetensors") and not is_hub_name("a/b/c")
+    assert not any(map(is_hub_name, ("./model.ckpt", "models/base.ckpt", "./pictures", "../model")))
     with pytest.raises(UserError, match="a--b is not a valid name on the hub"), explain_hub_errors(Repository("a--b")):
         validate_repo_id("a--b")
 

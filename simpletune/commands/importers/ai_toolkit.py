@@ -12,6 +12,7 @@ from simpletune.commands.importers.common_options import (
     take_convolutions,
     take_embedding,
     take_optimizer,
+    take_samples,
     take_schedule,
     take_start,
     take_text_lora,
@@ -30,6 +31,7 @@ from simpletune.commands.importers.translation import (
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "ai-toolkit", "ai_toolkit"
+RANKS, ALPHAS = ("network.linear", "network.rank"), ("network.linear_alpha", "network.alpha")
 WHOLE = ("train.optimizer_params", "train.lr_scheduler_params", "network.network_kwargs", "model.model_kwargs")
 """Sections that stay objects."""
 
@@ -41,15 +43,16 @@ def flatten(settings: Json) -> Json:
         return {}
     first = config["process"][0] if config["process"] else {}
     top = {key: value for key, value in config.items() if key != "process"}
-    job = {} if "job" not in settings else {"job": settings["job"]}
-    return job | _dotted(top) | (_dotted(first) if isinstance(first, dict) else {})
+    job = {key: value for key, value in settings.items() if key != "config"}
+    return _dotted(job) | _dotted(top) | (_dotted(first) if isinstance(first, dict) else {})
 
 
 def _dotted(section: Json, before: str = "") -> Json:
     found: Json = {}
     for key, value in section.items():
         name = f"{before}{key}"
-        found |= _dotted(value, f"{name}.") if isinstance(value, dict) and name not in WHOLE else {name: value}
+        whole = not isinstance(value, dict) or not value or name in WHOLE
+        found |= {name: value} if whole else _dotted(value, f"{name}.")
     return found
 
 
@@ -60,8 +63,10 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
         raise UserError("--data: ai-toolkit's data sets are in the same file (datasets). Leave --data out")
     found = Translation(flatten(settings), tables["defaults"])
     if len(settings["config"]["process"]) > 1:
-        found.settings["process"] = f"{len(settings['config']['process'])} processes"
-        found.leave("process", "only the first is translated")
+        for index, other in enumerate(settings["config"]["process"][1:], 1):
+            key = f"process[{index}]"
+            found.settings[key] = other
+            found.leave(key, "only the first process is translated")
     _family(found, folder)
     is_flow = found.objective == "flow"
     method = _adapter(found)
@@ -72,7 +77,10 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
     _objective(found, is_flow)
     _samples(found)
     if boolean(found.read("train.ema_config.use_ema", as_text) or "false"):
-        found.take("train.ema_config.use_ema", "ema.decay", found.read("train.ema_config.ema_decay", number) or 0.999)
+        decay = found.read("train.ema_config.ema_decay", number)
+        found.take("train.ema_config.use_ema", "ema.decay", decay or 0.999)
+        if decay:
+            found.keep("train.ema_config.ema_decay", "see train.ema_config.use_ema")
     sources = _data_sets(found)
     found.leave_others(tables)
     return found, sources
@@ -82,27 +90,42 @@ def _family(found: Translation, folder: Path) -> None:
     """Recognise the family by ``arch``, the flags, or the base."""
     families = trainer_tables(NAME)["families"]
     flags = [key for key in families["of_flags"] if found.read(key, boolean)]
+    chosen = "model.arch" if found.has("model.arch") else next(iter(flags), "")
     if (arch := found.read("model.arch", as_text)) is not None:
         found.take("model.arch", "model.family", families[arch])
     elif flags:
         found.take(flags[0], "model.family", families["of_flags"][flags[0]])
     else:
         take_family_of_base(found, "model.name_or_path", folder, "sd15")
+    found.unused(f"{chosen} decides", *flags[0 if chosen == "model.arch" else 1 :])
     if str(found.settings.get("model.name_or_path")).startswith(("http:", "https:")):
         found.leave("model.name_or_path", "an address. Download the file and set model.pretrained")
 
 
 def _adapter(found: Translation) -> str:
-    kind, rank = found.read("network.type", as_text), found.read("network.linear", whole_number)
-    alpha = found.read("network.linear_alpha", number)
+    of_network = [key for key in found.settings if key.startswith("network.")]
+    if of_network:
+        found.defaults["network.type"] = "lora"
+    kind = found.read("network.type", as_text)
+    linear, linear_alpha = (  # network.rank and network.alpha are other names
+        next((key for key in keys if found.has(key)), keys[0]) for keys in (RANKS, ALPHAS)
+    )
     if any(key.startswith("embedding.") for key in found.settings):
         keys = {"token": "embedding.trigger", "initial": "embedding.init_words", "vectors": "embedding.tokens"}
         take_embedding(found, keys, found.read("train.embedding_lr", number))
         found.set("text.embeddings.keep_norm", False)
+        found.unused("the embedding trains alone", *of_network)
         return "none"
+    if kind is None and not found.sets_empty("network"):
+        raise UserError(
+            "network names no network, and nothing says that the whole model trains. Add network: {type: lora} for a "
+            "LoRA, or network: null for fine-tuning the whole model"
+        )
     if kind is None:
-        found.take("network.type", "adapter.method", "full", "without a network, everything trains")
+        found.take("network", "adapter.method", "full", "without a network, everything trains")
         return "full"
+    rank = found.read(linear, whole_number) or 4
+    alpha = found.read(linear_alpha, number)
     lokr = kind.lower() == "lokr"
     found.take("network.type", "adapter.method", "lokr" if lokr else "lora")
     found.take("network.type", "adapter.targets", "all_linear", "the layers that ai-toolkit's networks update")
@@ -110,16 +133,28 @@ def _adapter(found: Translation) -> str:
         found.by_table([KeyRule("network.lokr_factor", "adapter.factor", whole_number)])
         full = found.read("network.lokr_full_rank", boolean)
         found.take("network.lokr_full_rank", "adapter.rank", None if full is not False else rank)
+        if full is not False:
+            found.unused("the matrices are whole", *RANKS, *ALPHAS)
+        elif found.has(linear_alpha) and alpha != rank:
+            found.leave(linear_alpha, "it equals the rank here; scale optimizer.lr instead")
+        found.unused("see network.lokr_full_rank", linear)
+        found.unused("it equals the rank here, too", linear_alpha)
     else:
-        found.take("network.linear", "adapter.rank", rank)
-        take_alpha(found, "network.linear_alpha", alpha, rank)
-        found.by_table([KeyRule("network.dropout", "adapter.dropout", number)])
+        found.take(linear, "adapter.rank", rank)
+        take_alpha(found, linear_alpha, alpha, rank)
+        found.unused("LoKr alone reads it", "network.lokr_factor", "network.lokr_full_rank", "network.old_lokr_format")
+    found.unused(f"{linear} decides", *RANKS)
+    found.unused(f"{linear_alpha} decides", *ALPHAS)
+    found.by_table([KeyRule("network.dropout", "adapter.dropout", number)])
     if found.family.lora[0].names.convolutions is not None:
         conv_rank, conv_alpha = found.read("network.conv", whole_number), found.read("network.conv_alpha", number)
         key = "network.conv"
         if lokr and found.get("adapter.rank") is None:
             key, conv_rank = "network.lokr_full_rank", 1024  # all matrices are whole there, without network.conv
-        take_convolutions(found, key, conv_rank, conv_alpha)
+            found.unused("the matrices are whole", "network.conv", "network.conv_alpha")
+        if key == "network.conv" and conv_rank is None:
+            found.unused("no convolution trains", "network.conv_alpha")
+        take_convolutions(found, key, conv_rank, conv_alpha, found.family, "network.conv_alpha")
     return str(found.get("adapter.method"))
 
 
@@ -130,7 +165,10 @@ def _precision(found: Translation, method: str) -> None:
         kind = found.read("model.qtype", as_text) or "qfloat8"
         weights, why = tables["quantised"].get(kind, ("int8", "int8 instead of it"))
         found.take("model.quantize", "precision.weights", weights, why)
+        found.unused("see model.quantize", "model.qtype")
     else:
+        if found.read("model.quantize", boolean):
+            found.leave("model.quantize", "weights that train are not quantised")
         found.take("train.dtype", "precision.weights", "fp32" if compute == "fp32" else "bf16", "weights have its type")
     found.take("train.dtype", "precision.compute", compute)
 
@@ -140,11 +178,17 @@ def _optimizer(found: Translation, method: str) -> None:
     take_arguments(found, "train.optimizer_params", found.read("train.optimizer_params", _object) or {})
     own, rate = found.read("train.unet_lr", number), found.read("train.lr", number)
     found.take("train.unet_lr" if own else "train.lr", "optimizer.lr", own or rate)
+    found.unused("train.unet_lr decides" if own else "train.lr decides", "train.unet_lr", "train.lr")
     take_schedule(found, "train.lr_scheduler", found.read("train.lr_scheduler", as_text) or "constant")
     if found.read("train.train_text_encoder", boolean) and method != "none":
-        take_text_lora(found, "train.train_text_encoder", found.read("train.text_encoder_lr", number))
+        rate = found.read("train.text_encoder_lr", number)
+        take_text_lora(found, "train.train_text_encoder", rate)
+        if found.has("train.text_encoder_lr") and found.get("text.lora") is not None:
+            found.take("train.text_encoder_lr", "text.lora.learning_rate", found.get("text.lora.learning_rate"))
+    found.unused("the text encoders do not train", "train.text_encoder_lr")
     if found.read("train.train_unet", boolean) is False and method != "none":
         refuse("train.train_unet", False, "the text encoders alone")
+    found.unused("the denoiser trains" if method != "none" else "the embedding trains alone", "train.train_unet")
     norm = found.read("train.max_grad_norm", number)
     found.take("train.max_grad_norm", "train.clip_norm", norm or None, "0 means no clipping" if norm == 0 else "")
 
@@ -181,11 +225,15 @@ def _samples(found: Translation) -> None:
     if not isinstance(rows, list):
         raise ValueError("sample.prompts is no list")
     key = "sample.samples" if found.has("sample.samples") else "sample.prompts"
+    found.unused("sample.samples decides", *(["sample.prompts"] if key == "sample.samples" else []))
     prompts = [str(row.get("prompt", "") if isinstance(row, dict) else row) for row in rows]
     trigger = str(found.settings.get("trigger_word") or found.get("text.embeddings.token") or "")
     prompts = [prompt.replace("[trigger]", trigger).strip() if trigger else prompt for prompt in prompts]
-    if any(prompts):
-        found.take(key, "validation.prompts", [prompt for prompt in prompts if prompt])
+    prompts = [prompt for prompt in prompts if prompt]
+    if prompts and not isinstance(rows[0], dict):
+        found.take(key, "validation.prompts", prompts)
+    elif prompts:
+        take_samples(found, key, [row for row in rows if isinstance(row, dict)], prompts)
     for name in ("width", "height"):
         side = found.read(f"sample.{name}", whole_number)
         if side is not None:
@@ -198,6 +246,7 @@ def _data_sets(general: Translation) -> list[Translation]:
     rows = general.read("datasets", lambda value: value) or [{}]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("datasets is no list of objects")
+    general.told("datasets")
     trigger = general.read("trigger_word", as_text)
     found: list[Translation] = []
     for index, row in enumerate(rows):
@@ -212,9 +261,12 @@ def _data_sets(general: Translation) -> list[Translation]:
             words = caption.replace("[trigger]", token) if token else caption
             source.take("default_caption", "prompt", words, "for all pictures; remove it if they have captions")
             source.config.pop("captions", None)
-        word = source.read("trigger_word", as_text) or trigger
+        own_word = source.read("trigger_word", as_text)
+        word = own_word or trigger
         if word is not None:
             source.settings["trigger_word"] = word
+            if not own_word:
+                source.outer["trigger_word"] = "trigger_word"
             source.take("trigger_word", "caption_prefix", word, "before every caption; there, where it is missing")
         masks = source.read("mask_path", as_text)
         if masks is not None:
@@ -227,6 +279,9 @@ def _data_sets(general: Translation) -> list[Translation]:
             source.take(varied, "variants", VARIANTS, "drawn once for each variant, and cached")
         source.leave_others(tables, "_data")
         found.append(source)
+    if any(line.key == "trigger_word" for source in found for line in source.lines):
+        general.told("trigger_word")
+    general.unused("every data set has its own", "trigger_word")
     return found
 
 

@@ -43,7 +43,6 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
     tables, script = trainer_tables(NAME), str(settings["script"])
     method = tables["scripts"][script]
     found = Translation(settings, tables["defaults"] | tables["defaults_of"].get(script, {}))
-    found.seen("script")
     named = (family for ending, family in tables["families"].items() if script.endswith(f"{ending}.py"))
     found.take("script", "model.family", next(named, "sd15"))
     if method == "lora" and found.read("use_dora", boolean):
@@ -82,17 +81,19 @@ def _precision(found: Translation, method: str) -> None:
 
 def _optimizer(found: Translation) -> None:
     name = found.read("optimizer", as_text) or "AdamW"
-    eight = found.read("use_8bit_adam", boolean)
+    eight = found.read("use_8bit_adam", boolean) and name.lower() == "adamw"
     take_optimizer(found, "use_8bit_adam" if eight else "optimizer", "adamw8bit" if eight else name)
+    found.unused("use_8bit_adam decides" if eight else f"{name} has no 8-bit form there", "optimizer", "use_8bit_adam")
     for key, argument in ADAM.items():
         if found.has(key):
-            take_arguments(found, key, {argument: found.read(key, number)})
+            take_arguments(found, key, {argument: found.read(key, number)}, alone=True)
     rate = found.read("learning_rate", number) or 0.0
     if found.read("scale_lr", boolean):
         times = math.prod(
             found.read(key, whole_number) or 1 for key in ("train_batch_size", "gradient_accumulation_steps")
         )
         found.take("scale_lr", "optimizer.lr", rate * times, f"{rate:g} x {times}, the pictures of a step")
+        found.unused("see scale_lr", "learning_rate")
     else:
         found.take("learning_rate", "optimizer.lr", rate)
     schedule = take_schedule(found, "lr_scheduler", found.read("lr_scheduler", as_text) or "constant")
@@ -162,7 +163,7 @@ def _places(found: Translation) -> None:
 def _data(found: Translation, method: str) -> Translation:
     tables = trainer_tables(NAME)
     own = {key: found.settings[key] for key in tables["data"] if found.has(key)}
-    found.seen(*tables["data"])
+    found.told(*tables["data"])
     usual = tables["defaults_data"] | {key: found.defaults[key] for key in tables["data"] if key in found.defaults}
     source = Translation(own, usual, "", "data.sources.0.")
     source.set("path", "")
@@ -174,10 +175,11 @@ def _data(found: Translation, method: str) -> Translation:
         source.by_table(
             [KeyRule("image_column", "image_column", as_text), KeyRule("caption_column", "caption_column", as_text)]
         )
+        source.unused("dataset_name names the pictures", "instance_data_dir", "train_data_dir")
     else:
         source.by_table([KeyRule(folder, "path", as_text)])
     prompt = source.read("instance_prompt", as_text)
-    if prompt is not None and not source.has("caption_column"):
+    if prompt is not None and (table is None or not source.has("caption_column")):
         source.take("instance_prompt", "prompt", prompt)
         source.config.pop("caption_column", None)
     if method == "none":
@@ -216,3 +218,5 @@ def _prior(found: Translation, source: Translation) -> None:
         if value is not None:
             found.settings.setdefault(key, value)
             found.take(key, path, value)
+            source.told(key)
+    source.keep("with_prior_preservation", "prior.method class_pictures")

@@ -24,8 +24,10 @@ from simpletune.commands.importers.command_lines import TOOK, listed
 from simpletune.commands.importers.config_files import read_any
 from simpletune.commands.importers.translation import (
     KeyOutcome,
+    Listed,
     Translation,
     Unsupported,
+    format_value,
     refuse,
     refuse_by_table,
     trainer_tables,
@@ -44,9 +46,21 @@ TOOLS = {
     for tool in (simpletuner, kohya_ss, kohya, lora_easy_scripts, onetrainer, ai_toolkit, diffusers_scripts)
 }
 KNOWN = ", ".join([*TOOLS][:-1]) + " or " + [*TOOLS][-1]
+LISTS: dict[Listed, str] = {
+    "left out": ", which the result lacks",
+    "unknown": ", which simpletune import does not know",
+    "changed": "",
+    "taken": "",
+    "not needed": ", without an effect on the result",
+    "off": "",
+}
+"""The printed lists, and what follows the number of their keys."""
 UNEXPECTED = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError, OSError)
 """What a translation raises for a value that its trainer would not take either."""
 ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read", "neither a folder nor a Hub name")
+
+
+OF_WINDOWS = "is a path of Windows"
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,19 @@ class ImportResult:
     lines: list[KeyOutcome]  # what became of each key
     problems: list[Problem] = field(default_factory=list)  # problems that ``check`` finds in it
     missing: list[Problem] = field(default_factory=list)  # files and models that it names but this machine lacks
+
+    def lists(self) -> dict[Listed, list[KeyOutcome]]:
+        """Lines by the list that they are printed in. A key stands in one: its lines that differ are changes."""
+        of_keys: dict[str, list[KeyOutcome]] = {}
+        for line in self.lines:
+            of_keys.setdefault(line.key, []).append(line)
+        found: dict[Listed, list[KeyOutcome]] = {}
+        for lines in of_keys.values():
+            kinds = {line.listed for line in lines}
+            mixed: Listed = "changed" if kinds & {"taken", "changed"} else "left out"
+            mixed = "not needed" if kinds == {"not needed", "off"} else mixed
+            found.setdefault(kinds.pop() if len(kinds) == 1 else mixed, []).extend(lines)
+        return found
 
 
 def import_command(file: Path, data: Path | None, out: Path | None, overwrite: bool) -> None:
@@ -82,21 +109,37 @@ def import_command(file: Path, data: Path | None, out: Path | None, overwrite: b
 
 
 def _report(found: ImportResult) -> Iterator[str]:
-    """What was left out and changes the result, and why; what was changed and taken; what was left out without an
-    effect; how many options were off; what is missing here."""
+    """What was left out and changes the result, and why; what is unknown, was changed or taken; what was left out
+    without an effect; options that were off; what is missing here."""
     yield f"{'from':<10} {found.tool}"
-    left = [line for line in found.lines if line.became == "left out" and not line.off]
-    for head, lines, said in (
-        ("left out", [line for line in left if not line.same], ", which the result lacks"),
-        ("changed", [line for line in found.lines if line.became == "changed"], ""),
-        ("taken", [line for line in found.lines if line.became == "taken"], ""),
-        ("not needed", [line for line in left if line.same], ", without an effect on the result"),
-    ):
-        yield f"{head:<10} {plural(len(lines), 'value')}{said}"
-        yield from (f"  {line}" for line in lines)
-    yield f"{'off':<10} {plural(sum(line.off for line in found.lines), 'option')} that were off"
+    lists = found.lists()
+    for head, said in LISTS.items():
+        lines = lists.get(head, [])
+        count = len({line.key for line in lines})
+        if head == "off":
+            yield f"{'off':<10} {plural(count, 'option')} that were off"
+            if lines:
+                yield f"  {', '.join(dict.fromkeys(line.key for line in lines))}"
+            continue
+        yield f"{head:<10} {plural(count, 'value')}{said}"
+        yield from _joined(lines)
     for problem in found.missing:
         yield f"{'not here':<10} {problem}"
+
+
+def _joined(lines: list[KeyOutcome]) -> Iterator[str]:
+    """Format lines; keys of one section that are left out for the same reason share one."""
+    groups: dict[object, list[KeyOutcome]] = {}
+    for line in lines:
+        section = line.key.rpartition(".")[0]
+        alone = line.became not in ("left out", "unknown") or not section
+        groups.setdefault(str(line) if alone else (section, line.why), []).append(line)
+    for group in groups.values():
+        if len(group) == 1:
+            yield f"  {group[0]}"
+        else:
+            named = ", ".join(f"{line.key} {format_value(line.key, line.value)}" for line in group)
+            yield f"  {named}" + (f": {group[0].why}" if group[0].why else "")
 
 
 def import_file(file: Path, data: Path | None = None) -> ImportResult:
@@ -124,6 +167,7 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
         ) from None
     lines = [*general.lines, *(line for source in sources for line in source.lines)]
     lines += [KeyOutcome("left out", key, value, why=why) for key, value, why in said]
+    lines = list({(line.became, str(line)): line for line in lines}.values())
     return ImportResult(tool, config, lines, *_problems(config, file))
 
 
@@ -217,8 +261,9 @@ def _problems(config: Json, file: Path) -> tuple[list[Problem], list[Problem]]:
         absent = [
             problem
             for problem in error.problems
-            if problem.path.rpartition(".")[2] in ("path", "mask_path") or problem.path.startswith("model.")
-            if any(words in problem.message for words in ABSENT)
+            if OF_WINDOWS in problem.message
+            or (problem.path.rpartition(".")[2] in ("path", "mask_path") or problem.path.startswith("model."))
+            and any(words in problem.message for words in ABSENT)
         ]
         return [problem for problem in error.problems if problem not in absent], absent
     return [], []

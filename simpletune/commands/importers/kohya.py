@@ -22,7 +22,9 @@ from simpletune.commands.importers.common_options import (
     take_embedding,
     take_huber,
     take_lycoris,
+    take_network_arguments,
     take_optimizer,
+    take_samples,
     take_schedule,
     take_start,
     take_swapped_blocks,
@@ -32,6 +34,8 @@ from simpletune.commands.importers.common_options import (
 from simpletune.commands.importers.config_files import MOST, find_beside, read_any, read_named
 from simpletune.commands.importers.translation import (
     UNKNOWN,
+    Became,
+    KeyOutcome,
     KeyRule,
     Translation,
     as_text,
@@ -39,6 +43,7 @@ from simpletune.commands.importers.translation import (
     boolean,
     is_off,
     known_config,
+    leaves,
     number,
     pairs,
     refuse,
@@ -54,12 +59,6 @@ from simpletune.system.options import Json, UserError
 from simpletune.system.regular_files import read_regular
 
 TITLE, NAME = "kohya's scripts", "kohya"
-NETWORK_ARGUMENTS = {
-    "loraplus_lr_ratio": "b_lr_ratio",
-    "loraplus_unet_lr_ratio": "b_lr_ratio",
-    "rank_dropout": "rank_dropout",
-    "module_dropout": "module_dropout",
-}
 RATES = ("down_lr_weight", "mid_lr_weight", "up_lr_weight")
 BLOCKS = (*RATES, "block_lr_zero_threshold", "block_dims", "block_alphas")  # of networks.lora
 SD3_DIMS = {
@@ -125,16 +124,10 @@ ROWS = (
         "caption_extension", "captions", as_text, {".txt": "txt", "txt": "txt", ".caption": "txt", "caption": "txt"}
     ),
 )
+FREEZING = ("network_train_unet_only", "cache_text_encoder_outputs")
+FALLBACKS = {"dataset_repeats": "num_repeats", "train_batch_size": "batch_size"}  # options by other names
 DEFAULT_SIZE = {"resolution": [512, 512], "enable_bucket": False}
 FLAGS = {"w": "width", "h": "height", "d": "seed", "l": "scale", "s": "sample_steps", "n": "negative_prompt"}
-FIELDS = {
-    "width": "width",
-    "height": "height",
-    "seed": "seed",
-    "scale": "guidance",
-    "sample_steps": "steps",
-    "negative_prompt": "negative_prompt",
-}
 
 
 def flatten(settings: Json) -> Json:
@@ -160,16 +153,29 @@ def translate(
     alone = "datasets" in settings
     options = {} if alone else flatten(settings)
     script = str(options.pop("script", ""))  # of a command line
-    more = read_named(folder, options.pop("config_file", None)) if script else None
-    options = (flatten(more) if isinstance(more, dict) else {}) | options
+    named_file = options.get("config_file")
+    more = read_named(folder, _with_suffix(named_file)) if script else None
+    others = flatten(more) if isinstance(more, dict) else {}
+    options = others | options
     if "network" in script and "network_module" not in options:
         raise UserError(f"{script} has no network_module here. Give the file with its options (--config_file)")
-    family = trainer_tables(NAME)["families"].get(script.partition("_")[0])
     usual = {**trainer_tables(NAME)["defaults"], **(defaults or {})}
-    general = Translation({}, usual) if alone else _options(options, folder, family, usual)
+    general = Translation({}, usual) if alone else _options(options, folder, script, usual)
+    if "config_file" in options and others:
+        general.note("config_file", "its options are listed here; those of the command line come first")
+        for key in others.keys() & settings.keys():
+            why = f"{key} of the command line counts"
+            general.lines.append(KeyOutcome("left out", f"config_file.{key}", others[key], why=why, same=True))
+    elif "config_file" in options:
+        general.leave("config_file", "the file is not here, and its options are missing")
     named = options.get("dataset_config")
     found = settings if alone else read_named(folder, named) if data is None else read_any(data)
-    general.seen("dataset_config")
+    if data is not None:
+        general.unused("--data names another file", "dataset_config")
+    elif found is not None and general.has("dataset_config"):
+        general.note("dataset_config", "its data sets are listed here")
+    elif general.has("dataset_config"):
+        general.leave("dataset_config", "the file is not here. Give it with --data")
     found = content if found is None else found
     if found is None:
         sources = _data_folders(general)
@@ -181,12 +187,17 @@ def translate(
     return general, sources
 
 
-def _options(settings: Json, folder: Path, family: str | None, defaults: Mapping[str, object]) -> Translation:
+def _with_suffix(name: object) -> object:
+    """Return the name of a file of options, whose ending kohya's scripts add."""
+    return name if not isinstance(name, str) or name.endswith(".toml") else f"{name}.toml"
+
+
+def _options(settings: Json, folder: Path, script: str, defaults: Mapping[str, object]) -> Translation:
     tables = trainer_tables(NAME)
     found = Translation(settings, defaults)
-    _family(found, folder, family)
+    _family(found, folder, tables["families"].get(script.partition("_")[0]))
     is_flow = found.objective == "flow"
-    method = _adapter(found)
+    method = _adapter(found, script)
     take_start(found, "network_weights")
     _stack(found)
     _precision(found, method)
@@ -196,15 +207,7 @@ def _options(settings: Json, folder: Path, family: str | None, defaults: Mapping
     _length(found)
     _memory(found, method)
     _objective(found, is_flow)
-    name = found.read("sample_prompts", as_text)
-    file = None if name is None else find_beside(folder, name)
-    if name is not None and file is None:
-        found.leave("sample_prompts", "the file is not here. Set validation.prompts")
-    elif file is not None:
-        try:
-            take_prompts(found, [row for row in _rows(file) if row.get("prompt")])
-        except (UserError, OSError, ValueError, TypeError, AttributeError):
-            found.leave("sample_prompts", "the file cannot be read. Set validation.prompts")
+    _prompts(found, folder)
     if (name := found.read("output_name", as_text)) is not None:
         found.take("output_name", "name", run_name(name))
     tracker = found.read("log_with", as_text)
@@ -215,6 +218,18 @@ def _options(settings: Json, folder: Path, family: str | None, defaults: Mapping
     return found
 
 
+def _prompts(found: Translation, folder: Path) -> None:
+    name = found.read("sample_prompts", as_text)
+    file = None if name is None else find_beside(folder, name)
+    if name is not None and file is None:
+        found.leave("sample_prompts", "the file is not here. Set validation.prompts")
+    elif file is not None:
+        try:
+            take_prompts(found, [row for row in _rows(file) if row.get("prompt")])
+        except (UserError, OSError, ValueError, TypeError, AttributeError):
+            found.leave("sample_prompts", "the file cannot be read. Set validation.prompts")
+
+
 def _stack(found: Translation) -> None:
     """Translate LoRAs that are merged into the base before training; those without a multiplier have 1."""
 
@@ -222,9 +237,14 @@ def _stack(found: Translation) -> None:
         return [as_text(each) for each in listed(value)]
 
     files, scales = found.read("base_weights", texts) or [], found.read("base_weights_multiplier", numbers) or []
-    if files:
+    if not files:
+        found.unused("there are no base_weights", "base_weights_multiplier")
+    else:
         each = zip_longest(files, scales[: len(files)], fillvalue=1)
-        found.take("base_weights", "model.loras", [file if scale == 1 else f"{file}:{scale:g}" for file, scale in each])
+        loras = [file if scale == 1 else f"{file}:{scale:g}" for file, scale in each]
+        found.take("base_weights", "model.loras", loras)
+        if scales:
+            found.keep("base_weights_multiplier", "see base_weights")
 
 
 def _family(found: Translation, folder: Path, of_script: str | None) -> None:
@@ -251,75 +271,81 @@ def _family(found: Translation, folder: Path, of_script: str | None) -> None:
             found.defaults.pop(key)
 
 
-def _adapter(found: Translation) -> str:
-    module = found.read("network_module", as_text)
-    arguments = found.read("network_args", pairs) or {}
-    if found.has("token_string"):
+def _adapter(found: Translation, script: str) -> str:
+    """Translate the network, or the embedding, or the whole denoiser, where the file or its script says so."""
+    module, arguments = found.read("network_module", as_text), found.read("network_args", pairs) or {}
+    tables = trainer_tables(NAME)
+    if found.has("token_string") or "textual_inversion" in script:
         keys = {"token": "token_string", "initial": "init_word", "vectors": "num_vectors_per_token"}
         take_embedding(found, keys, None)
         found.set("text.embeddings.keep_norm", False)
+        found.unused("the embedding trains alone", *tables["of_networks"])
         return "none"
     if module is None:
-        found.take("network_module", "adapter.method", "full", "without a network, everything trains")
-        found.seen("network_dim", "network_alpha", "network_dropout")
+        whole = next((key for key in tables["of_full"] if found.has(key)), None)
+        if script not in tables["full"] and (whole is None or found.has("network_dim")):
+            raise UserError(
+                "network_module names no network, and nothing says that the whole model trains. "
+                'Add network_module = "networks.lora" for a LoRA, or script = "train_db.py" (sdxl_train.py, '
+                "sd3_train.py) for fine-tuning"
+            )
+        key = "script" if script in tables["full"] else str(whole)
+        found.settings.setdefault(key, script)
+        found.take(key, "adapter.method", "full", "without a network, everything trains")
+        found.unused("without network_module it does nothing", *tables["of_networks"])
         return "full"
     found.take("network_module", "adapter.targets", "all_linear", "what kohya's networks update")
+    args = Translation(arguments, section="network_args.")
+    args.config = found.config
     rank, alpha = found.read("network_dim", whole_number), found.read("network_alpha", number)
     named = {"networks.loha": "loha", "networks.lokr": "lokr"}
     if module.startswith("lycoris") or module in named:
-        lycoris = {"algo": arguments.pop("algo", named.get(module, "lora")), "dim": rank, "alpha": alpha}
-        lycoris |= {key: value for key, value in arguments.items() if key not in NETWORK_ARGUMENTS}
-        take_lycoris(found, "network_module", lycoris, asked=module in named)
-        if found.get("adapter.method") == "full":
-            found.set("adapter", {"method": "full"})
+        args.defaults["algo"] = named.get(module, "lora")
+        take_lycoris(
+            found, "network_module", args, found, {"rank": "network_dim", "alpha": "network_alpha"}, module in named
+        )
+        if found.get("adapter.method") in ("full", "partial"):  # which have no targets
+            adapter = {name: found.get(f"adapter.{name}") for name in ("method", "layers")}
+            found.set("adapter", {name: value for name, value in adapter.items() if value is not None})
+            found.lines = [line for line in found.lines if line.path != "adapter.targets"]
+            found.keep("network_module", "its algorithm trains the weights themselves")
     elif module.startswith("networks.oft"):
         found.take("network_module", "adapter.method", "oft")
         found.leave("network_dim", "it is the number of blocks; adapter.block_size is their size")
+        found.unused("networks.oft reads it as the constraint, which is not translated", "network_alpha")
     else:
         found.take("network_module", "adapter.method", "lora")
         found.take("network_dim", "adapter.rank", rank)
         take_alpha(found, "network_alpha", alpha, rank)
         if module == "networks.lora_sd3":
-            _layers_of_sd3(found, arguments)
+            _layers_of_sd3(args)
         else:
-            _convolutions(found, arguments)
-            _layers_of_unet(found, arguments, rank, alpha)
-    if found.get("adapter.method") in ("lora", "dora"):
-        found.by_table([KeyRule("network_dropout", "adapter.dropout", number)])
-        for name, value in arguments.items():
-            if name in NETWORK_ARGUMENTS:
-                own = f"adapter.{NETWORK_ARGUMENTS[name]}"
-                found.take(found.part("network_args", name, value), own, number(value))
-            elif not module.startswith("lycoris"):
-                key = found.part("network_args", name, value)
-                found.leave(key, "simpletune has no such option, or adapter.targets")
+            args.defaults["conv_alpha"] = 1
+            conv_rank, conv_alpha = args.read("conv_dim", whole_number), args.read("conv_alpha", number)
+            take_convolutions(args, "conv_dim", conv_rank, conv_alpha, found.family)
+            _layers_of_unet(found, args, rank, alpha)
+    if not module.startswith("lycoris") and module not in named:
+        take_network_arguments(args)
+        args.leave_others(tables, "_network")
+        found.lines += args.lines
+    if arguments:
+        found.told("network_args")
+    found.by_table([KeyRule("network_dropout", "adapter.dropout", number)])
     return str(found.get("adapter.method"))
 
 
-def _convolutions(found: Translation, arguments: dict[str, str]) -> None:
-    """Translate the rank and alpha of a U-Net's convolutions."""
-    if found.family.lora[0].names.convolutions is None or "conv_dim" not in arguments:
-        return
-    rank, alpha = arguments.pop("conv_dim"), arguments.pop("conv_alpha", "1")  # whose default is 1
-    key = found.part("network_args", "conv_dim", rank)
-    try:
-        take_convolutions(found, key, whole_number(rank), number(alpha))
-    except ValueError:
-        found.leave(key, "expected: numbers")
-
-
-def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | None, alpha: float | None) -> None:
+def _layers_of_unet(found: Translation, args: Translation, rank: int | None, alpha: float | None) -> None:
     """Translate ranks, alphas and learning rates of a U-Net's blocks, as networks.lora counts them."""
-    given = {name: arguments.pop(name) for name in BLOCKS if name in arguments}
-    keys = {name: found.part("network_args", name, value) for name, value in given.items()}
+    given = {name: str(args.settings[name]) for name in BLOCKS if args.has(name)}
     names = found.family.lora[0].names
-    if names.kohya_blocks is None:
-        for key in keys.values():
-            found.leave(key, f"networks.lora counts no blocks of {found.family.words.title}")
-        return
-    if found.get("adapter.conv_rank"):
-        for key in keys.values():
-            found.leave(key, "blocks are translated without their convolutions only")
+    if names.kohya_blocks is None or found.get("adapter.conv_rank"):
+        why = (
+            "blocks are translated without their convolutions only"
+            if names.kohya_blocks
+            else f"networks.lora counts no blocks of {found.family.words.title}"
+        )
+        for name in given:
+            args.leave(name, why)
         return
     before, *sides, after = names.kohya_blocks
     total = before + sum(sides) + after
@@ -329,13 +355,14 @@ def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | N
             kind = whole_number if name == "block_dims" else number
             read[name] = _rates(value, sides[0]) if name in RATES else [kind(part) for part in value.split(",")]
         except ValueError:
-            found.leave(keys[name], "expected: numbers")
+            args.leave(name, "expected: numbers")
         else:
             if name.endswith("s") and len(read[name]) != total:
-                found.leave(keys[name], f"expected: {total} numbers")
+                args.leave(name, f"expected: {total} numbers")
                 del read[name]
     if "block_alphas" in read and not {"block_dims", *RATES} & read.keys():
-        found.leave(keys["block_alphas"], "networks.lora ignores it without block_dims or learning rates of blocks")
+        why = "networks.lora ignores it without block_dims or learning rates of blocks"
+        args.leave("block_alphas", why, same=True)
         del read["block_alphas"]
     least = read.get("block_lr_zero_threshold", [0.0])[0]
     rates = [1.0] * before
@@ -353,7 +380,7 @@ def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | N
     numbers = names.block_numbers(known_config(found)) if read else {}
     entries = _of_blocks({name: settings[index] for name, index in numbers.items()})
     for name in read:
-        found.take(keys[name], "adapter.layers", entries)
+        args.take(name, "adapter.layers", entries)
 
 
 def _rates(text: str, blocks: int) -> list[float]:
@@ -388,33 +415,32 @@ def _of_blocks(settings: Mapping[str, Json]) -> list[Json]:
     return [{"pattern": pattern, **each} for pattern, each in rows if each]
 
 
-def _layers_of_sd3(found: Translation, arguments: dict[str, str]) -> None:
+def _layers_of_sd3(args: Translation) -> None:
     """Translate ranks by kind of layer, and the blocks that train."""
     entries: list[Json] = []
     keys: list[str] = []
-    for name in [name for name in (*SD3_DIMS, "train_block_indices") if name in arguments]:
-        value = arguments.pop(name)
-        key = found.part("network_args", name, value)
-        chosen = value.replace(" ", "")
+    for name in [name for name in (*SD3_DIMS, "train_block_indices") if args.has(name)]:
+        chosen = str(args.settings[name]).replace(" ", "")
         if name in SD3_DIMS and chosen.isdecimal():
             entries.append({"pattern": SD3_DIMS[name], "rank": int(chosen)})
         elif name not in SD3_DIMS and NUMBERS.fullmatch(chosen):
             entries += [{"pattern": "blocks", "lr_ratio": 0}, {"pattern": f"blocks.{chosen}", "lr_ratio": 1}]
         elif chosen != "all":
-            found.leave(key, "expected: a whole number" if name in SD3_DIMS else "expected: numbers of blocks, or all")
+            args.leave(name, "expected: a whole number" if name in SD3_DIMS else "expected: numbers of blocks, or all")
             continue
-        keys.append(key)
-    for key in keys:
-        found.take(key, "adapter.layers", entries)
-    for name in [name for name in BLOCKS if name in arguments]:
-        found.leave(found.part("network_args", name, arguments.pop(name)), "networks.lora_sd3 ignores it", same=True)
+        keys.append(name)
+    for name in keys:
+        args.take(name, "adapter.layers", entries)
+    args.unused("networks.lora_sd3 ignores it", *BLOCKS, "conv_dim", "conv_alpha")
 
 
 def _precision(found: Translation, method: str) -> None:
     compute = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}.get(found.read("mixed_precision", as_text) or "no", "auto")
     full = found.read("full_bf16", boolean)
-    if found.read("fp8_base", boolean):
-        found.take("fp8_base", "precision.weights", "int8", "int8 weights take as many bytes, with a smaller error")
+    eight = [key for key in ("fp8_base", "fp8_base_unet") if found.read(key, boolean)]
+    if eight:
+        found.take(eight[0], "precision.weights", "int8", "int8 weights take as many bytes, with a smaller error")
+        found.unused(f"{eight[0]} decides", *eight, "full_bf16")
     elif full:
         found.take("full_bf16", "precision.weights", "bf16")
     elif method == "full" or compute == "fp32":
@@ -425,8 +451,13 @@ def _precision(found: Translation, method: str) -> None:
 
 
 def _optimizer(found: Translation) -> None:
-    name = found.read("optimizer_type", as_text) or "AdamW"
-    take_optimizer(found, "optimizer_type", name)
+    given = {"use_8bit_adam": "AdamW8bit", "use_lion_optimizer": "Lion"}  # of older versions
+    old = next((key for key in given if found.read(key, boolean)), None)
+    if old is None or found.has("optimizer_type"):
+        take_optimizer(found, "optimizer_type", found.read("optimizer_type", as_text) or "AdamW")
+        found.unused("optimizer_type decides", *given)
+    else:
+        take_optimizer(found, old, given[old])
     take_arguments(found, "optimizer_args", found.read("optimizer_args", pairs) or {})
     rate, own = found.read("learning_rate", number), found.read("unet_lr", number)
     if own is not None:
@@ -459,10 +490,12 @@ def _text_encoders(found: Translation) -> None:
         rates = rates[:1]
     of_clip = (rates * len(clip) if len(rates) == 1 else rates)[: len(clip)]
     trained = [name for name, rate in zip(clip, of_clip, strict=False) if rate]
-    frozen = [found.read(key, boolean) for key in ("network_train_unet_only", "cache_text_encoder_outputs")]
+    frozen = [found.read(key, boolean) for key in FREEZING]
     if any(frozen) or (of_clip and not trained) or found.get("adapter.method") in ("full", "none"):
-        if found.has("text_encoder_lr"):
-            found.leave("text_encoder_lr", "the text encoders do not train", same=True)
+        found.unused("the text encoders do not train", "text_encoder_lr")
+        for key in FREEZING:
+            if boolean(found.settings.get(key, False)):
+                found.keep(key, "the text encoders stay frozen; prompts are always cached")
     else:
         rate = next((rate for rate in of_clip if rate), None)
         encoders = trained if rate and len(trained) < len(of_clip) else None
@@ -531,6 +564,7 @@ def _objective(found: Translation, is_flow: bool) -> None:
                 KeyRule("training_shift", "objective.shift", number),
             ]
         )
+        found.unused(f"{found.family.words.title} predicts velocities", "v_parameterization")
     elif found.read("v_parameterization", boolean):
         found.take("v_parameterization", "objective.prediction", "v")
     for key, flow, ddpm in (
@@ -542,74 +576,105 @@ def _objective(found: Translation, is_flow: bool) -> None:
             found.take(key, f"objective.{flow}", step / 1000, "a noise level from 0 to 1 here")
         elif step is not None:
             found.take(key, f"objective.{ddpm}", min(step, 999))
-    loss = found.read("loss_type", as_text)
-    c, schedule = found.read("huber_c", number), found.read("huber_schedule", as_text)
-    if loss in ("huber", "smooth_l1"):
-        take_huber(found, c, schedule)
+    take_huber(found)
 
 
 def _data_sets(data: Json, general: Translation) -> list[Translation]:
-    """Translate every subset of a data set's TOML file."""
-    shared = {**_given(general), **(data.get("general") or {})}
+    """Translate every subset of a data set's TOML file. A value comes from the subset, its data set, ``general`` or the
+    options, whichever is the nearest."""
+    options, names = _given(general)
+    shared = [(options, names), _level(data.get("general") or {}, "general.")]
+    levels = list(shared)
     found: list[Translation] = []
-    batches: set[object] = set()
-    for number_of, dataset in enumerate(data.get("datasets") or []):
-        own = {key: value for key, value in dataset.items() if key != "subsets"}
+    for number_of, dataset in enumerate(data["datasets"]):
+        section = f"datasets[{number_of}]."
+        levels.append(_level({key: value for key, value in dataset.items() if key != "subsets"}, section))
+        settings: Json = {}
+        outer: dict[str, str] = {}
+        for values, own_names in (*shared, levels[-1]):
+            settings |= values
+            outer |= own_names
         for index, subset in enumerate(dataset.get("subsets") or []):
-            settings = {**{key: shared[key] for key in shared if key in INHERITED or key in SIZES}, **own, **subset}
             source = Translation(
-                settings,
+                settings | subset,
                 {"resolution": 512, "num_repeats": 1, "enable_bucket": False},
-                f"datasets[{number_of}].subsets[{index}].",
+                f"{section}subsets[{index}].",
                 f"data.sources.{len(found)}.",
+                {key: name for key, name in outer.items() if key not in subset},
             )
-            batches.add(settings.get("batch_size", 1))
             _subset(source, general)
             found.append(source)
-    general.seen(*INHERITED, *SIZES)
-    if batches:
-        general.settings["batch_size"] = max(map(whole_number, batches))
-        why = "one value for all data sets: the largest" if len(batches) > 1 else ""
-        general.take("batch_size", "train.batch_size", general.settings["batch_size"], why)
-    general.seen("train_batch_size")
+    _batch_size(found, general)
+    told = {line.key for source in found for line in source.lines}
+    why = "every subset sets its own" if found else "there are no subsets"
+    for values, own_names in levels:
+        for key in [key for key, name in own_names.items() if name not in told]:
+            general.lines.append(KeyOutcome("left out", own_names[key], values[key], why=why, same=True))
+    for key in data.keys() - {"general", "datasets"}:
+        general.lines += [KeyOutcome("unknown", name, value) for name, value in leaves(data[key], key)]
     return found
 
 
-def _given(general: Translation) -> Json:
-    """Return data options given among the other options; those in the data set's file override them."""
-    given = {key: general.settings[key] for key in (*INHERITED, *SIZES) if general.has(key)}
-    size = general.settings.get("resolution")
-    if isinstance(size, str):
+def _level(settings: Json, section: str) -> tuple[Json, dict[str, str]]:
+    """Return settings of one level of a data set's file, and their whole names."""
+    return settings, {key: f"{section}{key}" for key in settings}
+
+
+def _batch_size(sources: list[Translation], general: Translation) -> None:
+    """Translate the batch sizes of the data sets to one."""
+    sizes = {source.read("batch_size", whole_number) or 1 for source in sources}
+    largest = max(sizes, default=1)
+    why = "one value for all data sets: the largest" if len(sizes) > 1 else ""
+    general.set("train.batch_size", largest)
+    for source in sources:
+        if source.has("batch_size"):
+            name, given = source.name("batch_size"), source.settings["batch_size"]
+            became: Became = "changed" if why else "taken"
+            source.lines.append(KeyOutcome(became, name, given, "train.batch_size", largest, why))
+
+
+def _given(general: Translation) -> tuple[Json, dict[str, str]]:
+    """Return data options given among the other options, which count where the data set's file sets no value, and what
+    they are called there."""
+    names = {ours: theirs for theirs, ours in FALLBACKS.items() if general.has(theirs)}
+    names |= {key: key for key in (*INHERITED, *SIZES) if general.has(key)}
+    given = {key: general.settings[name] for key, name in names.items()}
+    if isinstance(size := given.get("resolution"), str):
         given["resolution"] = [part.strip() for part in size.split(",")]
-    return given
+    general.told(*names.values())
+    return given, names
 
 
 def _data_folders(general: Translation) -> list[Translation]:
     """Translate train_data_dir and reg_data_dir, whose folders are named ``10_sks dog``."""
-    given = _given(general)
+    given, names = _given(general)
     found: list[Translation] = []
     folders = [key for key in ("train_data_dir", "reg_data_dir") if general.has(key)]
     if "train_data_dir" not in folders:
-        source = Translation(given, DEFAULT_SIZE, "", "data.sources.0.")
+        source = Translation(given, DEFAULT_SIZE, "", "data.sources.0.", names)
         _subset(source, general)
         found.append(source)
     for key in folders:
         path = general.read(key, as_text)
-        source = Translation({"image_dir": path, **given}, DEFAULT_SIZE, f"{key}.", f"data.sources.{len(found)}.")
-        source.settings["is_reg"] = key == "reg_data_dir"
+        place = f"data.sources.{len(found)}."
+        source = Translation({"image_dir": path, **given}, DEFAULT_SIZE, "", place, names | {"image_dir": key})
+        if key == "reg_data_dir":
+            source.settings["is_reg"] = True
+            source.outer["is_reg"] = key
         source.take(
             "image_dir", "folder_names", "kohya", "10_sks dog: 10 repeats, and a caption for pictures without one"
         )
+        source.unused("the folders' names have the number", "num_repeats")
         _subset(source, general)
         found.append(source)
-    general.seen(*INHERITED, *SIZES)
-    general.by_table([KeyRule("train_batch_size", "train.batch_size", whole_number)])
+        general.told(key)
+    _batch_size(found, general)
     return found
 
 
 def _subset(source: Translation, general: Translation) -> None:
     source.set("path", "")
-    source.seen("batch_size")
+    source.told("batch_size")
     source.by_table([KeyRule("image_dir", "path", as_text)])
     words = source.read("class_tokens", as_text)
     if words is not None and (source.has("caption_extension") or source.get("folder_names") == "kohya"):
@@ -622,13 +687,14 @@ def _subset(source: Translation, general: Translation) -> None:
         weight = general.read("prior_loss_weight", number)
         if weight is not None:
             source.settings["prior_loss_weight"] = weight
+            source.outer["prior_loss_weight"] = "prior_loss_weight"
             source.take("prior_loss_weight", "weight", weight)
-            source.seen("prior_loss_weight")
+            general.told("prior_loss_weight")
     masks = source.read("conditioning_data_dir", as_text)
     if masks is not None:
         source.take("conditioning_data_dir", "mask", "files")
         source.take("conditioning_data_dir", "mask_path", masks)
-        general.seen("masked_loss")
+        general.unused("masks count where they are", "masked_loss")
     _size(source, general.family.architecture.multiple)
     varied = [key for key in ("flip_aug", "random_crop", "shuffle_caption") if boolean(source.settings.get(key, False))]
     varied += ["train_inpainting"] if general.get("model.inpainting") else []  # a new hole in every step
@@ -659,24 +725,10 @@ def _size(source: Translation, step: int) -> None:
 
 def take_prompts(found: Translation, rows: list[Json]) -> None:
     """Take the prompts of sample_prompts, and size, seed, steps and guidance of the first."""
-    key = "sample_prompts"
     if not rows:
-        return found.leave(key, "the file has no prompts")
-    found.take(key, "validation.prompts", [row["prompt"] for row in rows])
-    for name, field in FIELDS.items():
-        values = [row[name] for row in rows if row.get(name) is not None]
-        if not values:
-            continue
-        value: object
-        if field in ("width", "height"):
-            step = found.family.architecture.multiple
-            value = max(step, whole_number(values[0]) // step * step)
-        elif field == "negative_prompt":
-            value = str(values[0])
-        else:
-            value = number(values[0]) if field == "guidance" else whole_number(values[0])
-        differ = any(other != values[0] for other in values) and field != "seed"
-        found.take(key, f"validation.{field}", value, "that of the first prompt, for all" if differ else "")
+        return found.leave("sample_prompts", "the file has no prompts")
+    take_samples(found, "sample_prompts", rows, [str(row["prompt"]) for row in rows])
+    found.keep("sample_prompts", "its prompts are listed here")
 
 
 def _rows(file: Path) -> list[Json]:
@@ -703,6 +755,5 @@ def prompt_row(line: str) -> Json:
     row: Json = {"prompt": first.strip()}
     for flag in flags:
         letter, _, value = flag.partition(" ")
-        if letter in FLAGS:
-            row[FLAGS[letter]] = value.strip()
+        row[FLAGS.get(letter, f"--{letter}")] = value.strip()
     return row

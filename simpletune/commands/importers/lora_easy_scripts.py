@@ -12,6 +12,7 @@ from simpletune.commands.importers import kohya
 from simpletune.commands.importers.translation import (
     KeyOutcome,
     Translation,
+    leaves,
     number,
     refuse,
     refuse_by_table,
@@ -21,6 +22,8 @@ from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "LoRA_Easy_Training_Scripts (options of kohya's scripts)", "lora_easy_scripts"
 LISTS = ("down_lr_weight", "up_lr_weight", "block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas")
+
+MODULES = {"algo": "lycoris.kohya", "unit": "networks.dylora"}  # by an argument of the network
 
 
 def is_preset(settings: Json) -> bool:
@@ -50,29 +53,65 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
             refuse(section, ", ".join(settings[section]["args"]), model)
     own = Translation({key: given.pop(key) for key in [*tables["left_out"], *tables["no_effect"]] if key in given})
     own.leave_others(tables)
+    own.lines += _beside_options(settings)
     options = _options(given, own)
-    method, named = _method(settings, options, own)
+    method = _method(settings, options, own)
     refuse_by_table(options, trainer_tables(kohya.NAME))
     subsets = [dict(each) for each in settings.get("subsets") or []]
     for index, each in enumerate(subsets):
         if "name" in each:
             why = tables["no_effect_data"]["name"]
             own.lines.append(KeyOutcome("left out", f"subsets[{index}].name", each.pop("name"), why=why, same=True))
-    content = {"general": _merged(settings, "dataset_args"), "datasets": [{"subsets": subsets}]} if subsets else None
-    options |= {} if subsets else _merged(settings, "dataset_args")
+    shared = _merged(settings, "dataset_args")
+    if not subsets:
+        options |= shared
+    else:
+        _leave_if_set(options, "dataset_config", own, "the preset's own subsets count")
+    if subsets and data is not None:
+        for key, each in {"subsets": subsets, **shared}.items():
+            for name, value in leaves(each, key):
+                own.lines.append(KeyOutcome("left out", name, value, why="--data names another file", same=True))
+    content = {"general": shared, "datasets": [{"subsets": subsets}]} if subsets else None
     defaults = dict(tables["defaults"])
     if "max_train_steps" not in options:
         defaults["max_train_epochs"] = 1
     general, sources = kohya.translate(options, folder, data, content, defaults)
-    names = {"network_module": (method, named), "lr_warmup_steps": ("warmup_ratio", given.get("warmup_ratio"))}
+    replaced = {"network_module": method} if "network_module" not in given else {}
+    replaced |= {
+        scripts: KeyOutcome("taken", gui, given[gui])
+        for scripts, gui in (("lr_warmup_steps", "warmup_ratio"), ("lr_scheduler", "lr_scheduler_type"))
+        if gui in given and gui not in options
+    }
     for part in (general, *sources):
         for index, line in enumerate(part.lines):
-            line = part.lines[index] = replace(line, key=line.key.removeprefix("datasets[0]."))
-            if line.key in names and line.key not in given:
-                key, value = names[line.key]
-                part.lines[index] = replace(line, key=key, value=value, default=key not in ("warmup_ratio", method))
+            own_name = line.key.removeprefix("datasets[0].").removeprefix("general.")
+            key = own_name if data is None else line.key
+            line = part.lines[index] = replace(line, key=key)
+            if key in replaced:
+                said = replaced[key]
+                part.lines[index] = replace(line, key=said.key, value=said.value, default=said.default)
+    if not method.default and all(line.key != method.key for line in general.lines):
+        own.lines.append(method)
     general.lines += own.lines
     return general, sources
+
+
+def _beside_options(settings: Json) -> list[KeyOutcome]:
+    """Return lines for keys of sections that are no options, apart from ``train_mode`` and ``subsets``."""
+    rest: Json = {}
+    for name, section in settings.items():
+        if not isinstance(section, dict):
+            rest |= {name: section} if name != "subsets" else {}
+            continue
+        known = {part for part in ("args", "dataset_args") if isinstance(section.get(part), dict)}
+        known |= {"train_mode"} if name == "train_mode" else set()
+        rest |= {f"{name}.{key}": value for key, value in section.items() if key not in known}
+    return [KeyOutcome("unknown", name, value) for key, each in rest.items() for name, value in leaves(each, key)]
+
+
+def _leave_if_set(options: Json, key: str, own: Translation, why: str) -> None:
+    if key in options:
+        own.lines.append(KeyOutcome("left out", key, options.pop(key), why=why, same=True))
 
 
 def _options(given: Json, own: Translation) -> Json:
@@ -83,47 +122,53 @@ def _options(given: Json, own: Translation) -> Json:
             options[key] = {"true": True, "false": False}.get(
                 value.lower(), value.replace("${replace}", str(own.settings.get("easy_name", "")))
             )
+    kind = str(options.get("lr_scheduler_type", "")).rpartition(".")[2]
+    if kind in tables["schedules"]:
+        _leave_if_set(options, "lr_scheduler", own, "lr_scheduler_type counts")
+        options["lr_scheduler"] = tables["schedules"][kind]
+        del options["lr_scheduler_type"]
+        if kind.startswith("Rex") and number(options.get("lr_scheduler_num_cycles", 1)) > 1:
+            cycles = options.pop("lr_scheduler_num_cycles")
+            own.lines.append(KeyOutcome("left out", "lr_scheduler_num_cycles", cycles, why="REX falls once here"))
+    if "lr_scheduler_args" in options:
+        reasons = tables["schedule_arguments"] if kind in tables["schedules"] else {}
+        for name, value in leaves(options.pop("lr_scheduler_args"), "lr_scheduler_args"):
+            why = reasons.get(name.partition(".")[2]) if reasons else "not supported"
+            own.lines.append(KeyOutcome("left out" if why else "unknown", name, value, why=why or ""))
     for key in ("network_args", "optimizer_args"):
         if isinstance(options.get(key), dict):
+            empty = [name for name, value in options[key].items() if value == ""]
+            own.lines += [KeyOutcome("left out", f"{key}.{name}", "") for name in empty]
             options[key] = [
                 f"{name}={','.join(map(str, value)) if name in LISTS and isinstance(value, list) else value}"
                 for name, value in options[key].items()
                 if value != ""
             ]
-    kind = str(options.get("lr_scheduler_type", "")).rpartition(".")[2]
-    if kind in tables["schedules"]:
-        options["lr_scheduler"] = tables["schedules"][kind]
-        own.lines.append(KeyOutcome("taken", "lr_scheduler_type", options.pop("lr_scheduler_type"), "schedule.name",
-                                    options["lr_scheduler"]))  # fmt: skip
-        arguments = options.pop("lr_scheduler_args", {})
-        for name, value in arguments.items() if isinstance(arguments, dict) else ():
-            why = tables["schedule_arguments"].get(name, "unknown to simpletune import")
-            own.lines.append(KeyOutcome("left out", f"lr_scheduler_args.{name}", value, why=why))
-        if kind.startswith("Rex") and number(options.get("lr_scheduler_num_cycles", 1)) > 1:
-            cycles = options.pop("lr_scheduler_num_cycles")
-            own.lines.append(KeyOutcome("left out", "lr_scheduler_num_cycles", cycles, why="REX falls once here"))
     if "warmup_ratio" in options:
+        _leave_if_set(options, "lr_warmup_steps", own, "warmup_ratio counts")
         options["lr_warmup_steps"] = options.pop("warmup_ratio")
     return options
 
 
-def _method(settings: Json, options: Json, own: Translation) -> tuple[str, object]:
-    """Set network_module as the backend does; return the key that decided on it and its value."""
+def _method(settings: Json, options: Json, own: Translation) -> KeyOutcome:
+    """Set network_module as the backend does; return the line of the key that decided on it."""
     section = settings.get("train_mode")
-    mode = section.get("train_mode", "lora") if isinstance(section, dict) else "lora"
+    stated = isinstance(section, dict) and "train_mode" in section
+    mode = settings["train_mode"]["train_mode"] if stated else "lora"
     network = {str(each).partition("=")[0]: str(each).partition("=")[2] for each in options.get("network_args") or ()}
     if mode == "textual_inversion":
         if not options.get("token_string"):
             raise UserError("train_mode is textual_inversion, but token_string names no token. Set it")
-        return "train_mode", mode
+        return KeyOutcome("taken", "train_mode", mode, why="see token_string")
     if mode != "lora":
         refuse("train_mode", mode)
     for key in ("token_string", "init_word", "num_vectors_per_token"):  # the backend starts no textual inversion
-        if key in options:
-            own.lines.append(KeyOutcome("left out", key, options.pop(key), why="train_mode is lora", same=True))
-    for key, module in (("algo", "lycoris.kohya"), ("unit", "networks.dylora")):
-        if key in network:
-            options.setdefault("network_module", module)
-            return f"network_args.{key}", network[key]
-    options.setdefault("network_module", "networks.lora")
-    return "train_mode", mode
+        _leave_if_set(options, key, own, "train_mode is lora")
+    decided = KeyOutcome("taken", "train_mode", mode, default=not stated)
+    key = next((key for key in MODULES if key in network), "")
+    options.setdefault("network_module", MODULES.get(key, "networks.lora"))
+    if not key:
+        return decided
+    if stated:
+        own.lines.append(replace(decided, why=f"see network_args.{key}"))
+    return KeyOutcome("taken", f"network_args.{key}", network[key])

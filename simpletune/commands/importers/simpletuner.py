@@ -35,6 +35,7 @@ from simpletune.models.sd3.sd3_files import SD35_MEDIUM
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "SimpleTuner", "simpletuner"
+OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_type", "lycoris_config", "use_dora")
 INHERITED = ("resolution", "resolution_type", "caption_dropout_probability")
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillation_cache")
 
@@ -49,11 +50,19 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
     settings = flatten(settings)
     general = _options(settings, folder)
     entries = read_named(folder, settings.get("data_backend_config")) if data is None else read_any(data)
+    if data is not None:
+        general.unused("--data names another file", "data_backend_config")
+    elif entries is not None:
+        general.keep("data_backend_config", "its data sets are listed here")
+    elif general.has("data_backend_config"):
+        general.leave("data_backend_config", "the file is not here. Give it with --data")
     if entries is None:
         entries = [{}]
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError("--data: SimpleTuner's data sets are a list of objects (multidatabackend.json)")
-    return general, _data_sets(entries, general)
+    sources = _data_sets(entries, general)
+    general.leave_others(trainer_tables(NAME))
+    return general, sources
 
 
 def _options(settings: Json, folder: Path) -> Translation:
@@ -67,7 +76,6 @@ def _options(settings: Json, folder: Path) -> Translation:
     found = Translation(
         settings, tables["defaults"] | (tables["polynomial"] if scheduler == "polynomial" else {}) | flow
     )
-    found.seen("data_backend_config", "resolution", "resolution_type", "caption_dropout_probability")
     found.by_table(row for row in tables["options"] if row.key == "model_family")  # which the others depend on
     _model(found)
     _adapter(found, folder)
@@ -79,7 +87,6 @@ def _options(settings: Json, folder: Path) -> Translation:
     _objective(found)
     _validation(found)
     _places(found)
-    found.leave_others(tables)
     return found
 
 
@@ -100,25 +107,36 @@ def _adapter(found: Translation, folder: Path) -> None:
     kind, form = found.read("model_type", as_text), found.read("lora_type", as_text) or "standard"
     if kind == "full":
         found.take("model_type", "adapter.method", "full")
-        found.seen("lora_rank", "lora_alpha", "lora_dropout", "lora_type", "init_lora")
+        found.unused("model_type is full", *OF_LORA)
+    elif kind is None:
+        raise UserError(
+            'model_type names no method. Add "model_type": "lora", or "model_type": "full" for fine-tuning the whole '
+            "model"
+        )
     elif form == "lycoris":
-        name = found.read("lycoris_config", as_text)
+        name = found.read("lycoris_config", as_text) or "config/lycoris_config.json"
         own = read_named(folder, name)
-        if isinstance(own, dict):
-            take_lycoris(found, "lycoris_config", own)
-            found.seen("lora_type", "lora_rank", "lora_alpha", "model_type")
-        else:
-            found.take("lora_type", "adapter.method", "lokr")
-            if name:
-                found.leave("lycoris_config", "the file is not here. Set adapter.method and its fields")
+        if not isinstance(own, dict):
+            raise UserError(f"lycoris_config {name} is not here, and it names the method. Put the file beside this one")
+        args = Translation(own, section="lycoris_config.")
+        named = {"rank": "linear_dim" if "linear_dim" in own else "dim",
+                 "alpha": "linear_alpha" if "linear_alpha" in own else "alpha"}  # fmt: skip
+        take_lycoris(found, "lycoris_config", args, args, named)
+        for key in ("model_type", "lora_type", "lycoris_config"):
+            if found.has(key):
+                found.keep(key, "LyCORIS, whose settings are listed here")
+        found.unused("lycoris_config decides", *OF_LORA)
     else:
         dora = found.read("use_dora", boolean)
         found.take("model_type", "adapter.method", "dora" if dora else "lora")
+        if dora:
+            found.take("use_dora", "adapter.method", "dora")
         found.by_table(trainer_tables(NAME)["lora"])
         if found.settings.get("model_family", "sd3") == "sd3":
             found.take("lora_type", "adapter.targets", "attention_image", "it updates to_q, to_k, to_v and to_out.0")
-    if form == "standard":
-        found.seen("lora_type", "lycoris_config")
+        else:
+            found.unused("adapter.targets attention: its default layers", "lora_type")
+        found.unused("lora_type is standard", "lycoris_config")
 
 
 def _optimizer(found: Translation) -> None:
@@ -133,7 +151,9 @@ def _optimizer(found: Translation) -> None:
         value = found.read(key, number)
         if value is not None and name is not None:
             named = {"adam_weight_decay": "weight_decay", "adam_epsilon": "eps"}.get(key, key.removeprefix("adam_"))
-            take_arguments(found, key, {named: value})
+            take_arguments(found, key, {named: value}, alone=True)
+        elif value is not None:
+            found.leave(key, "no optimizer is named")
     schedule = found.read("lr_scheduler", as_text)
     if schedule is None:
         return
@@ -147,21 +167,19 @@ def _optimizer(found: Translation) -> None:
             )
     elif ours == "cosine_with_restarts":
         found.by_table([KeyRule("lr_num_cycles", "schedule.cycles", whole_number)])
-    for key in ("lr_power", "lr_end", "lr_num_cycles"):
-        if found.has(key) and key not in {line.key for line in found.lines}:
-            found.leave(key, f"schedule {ours} has no such option", same=True)
+    found.unused(f"schedule {ours} has no such option", "lr_power", "lr_end", "lr_num_cycles")
 
 
 def _length(found: Translation) -> None:
     steps, epochs = found.read("max_train_steps", whole_number), found.read("num_train_epochs", whole_number)
     if steps:
         found.take("max_train_steps", "train.steps", steps)
-        if epochs:
-            found.leave("num_train_epochs", "max_train_steps decides", same=True)
+        found.unused("max_train_steps decides", "num_train_epochs")
     elif epochs:
         found.take("num_train_epochs", "train.epochs", epochs)
     take_warmup(found, "lr_warmup_steps")
     norm, method = found.read("max_grad_norm", number), found.read("grad_clip_method", as_text)
+    found.unused("max_grad_norm 0 means no clipping" if norm == 0 else "see max_grad_norm", "grad_clip_method")
     by_value = "SimpleTuner limits each value of the gradient by default; here its norm is limited"
     if norm == 0:
         found.take("max_grad_norm", "train.clip_norm", None, "0 means no clipping")
@@ -215,11 +233,7 @@ def _objective(found: Translation) -> None:
             ]
         )
     found.by_table([KeyRule("flow_sigmoid_scale", "objective.logit_std", number)])
-    if found.read("loss_type", as_text) in ("huber", "smooth_l1"):
-        c, schedule = found.read("huber_c", number), found.read("huber_schedule", as_text)
-        take_huber(found, c, schedule)
-    else:
-        found.seen("huber_c", "huber_schedule")
+    take_huber(found)
 
 
 def _validation(found: Translation) -> None:
@@ -234,9 +248,10 @@ def _validation(found: Translation) -> None:
             else:
                 found.take("validation_resolution", f"validation.{name}", side, why)
     if found.read("use_ema", boolean):
-        found.take("use_ema", "ema.decay", found.read("ema_decay", number) or 0.995)
-    else:
-        found.seen("ema_decay", "use_ema")
+        decay = found.read("ema_decay", number)
+        found.take("use_ema", "ema.decay", decay or 0.995)
+        if decay:
+            found.keep("ema_decay", "see use_ema")
 
 
 def _places(found: Translation) -> None:
@@ -266,17 +281,21 @@ def _places(found: Translation) -> None:
 def _data_sets(data: list[Json], general: Translation) -> list[Translation]:
     masks = {entry.get("id"): entry for entry in data if entry.get("dataset_type") == "conditioning"}
     found: list[Translation] = []
+    given = {key: general.settings[key] for key in INHERITED if general.has(key)}
+    inherited = {key: general.defaults.get(key) for key in INHERITED}
     for index, entry in enumerate(data):
         section = f"{entry.get('id', index)}." if entry else ""
         kind = str(entry.get("dataset_type", "image"))
-        if kind in CACHES or kind == "conditioning" or boolean(entry.get("disabled", False)):
+        if kind != "image" or boolean(entry.get("disabled", False)):
             _leave(general, section, entry, kind)
             continue
-        given = {key: general.settings[key] for key in INHERITED if general.has(key)}
-        inherited = {key: general.defaults.get(key) for key in INHERITED}
-        source = Translation({**given, **entry}, inherited, section, f"data.sources.{len(found)}.")
+        place, outer = f"data.sources.{len(found)}.", {key: key for key in given if key not in entry}
+        source = Translation({**given, **entry}, inherited, section, place, outer)
         _data_set(source, masks, general.family.architecture.multiple)
         found.append(source)
+    told = {line.key for source in found for line in source.lines}
+    general.told(*(key for key in given if key in told))
+    general.unused("every data set sets its own" if found else "there is no data set", *INHERITED)
     return found
 
 
@@ -284,14 +303,19 @@ def _leave(general: Translation, section: str, entry: Json, kind: str) -> None:
     """Leave out a data set that does not contain pictures to train on."""
     whole = Translation({"dataset_type": kind, **entry}, section=section)
     if boolean(entry.get("disabled", False)):
-        whole.leave("disabled", "the data set was not used", same=True)
+        why, same = "the data set was not used", True
+        whole.leave("disabled", why, same)
     elif kind == "conditioning":
-        whole.leave("dataset_type", "the masks of another data set", same=True)
-    else:
+        why, same = "the masks of another data set", True
+    elif kind in CACHES:
+        why, same = "a cache: prompts and latents are cached in output.cache", True
         if entry.get("cache_dir") and general.get("output.cache") is None:
             whole.take("cache_dir", "output.cache", entry["cache_dir"], "one cache for everything")
             general.set("output.cache", entry["cache_dir"])
-        whole.leave("dataset_type", "a cache: prompts and latents are cached in output.cache", same=True)
+    else:
+        why, same = f"a data set of type {kind}: simpletune trains on pictures. validation.split holds some out", False
+    whole.leave("dataset_type", why, same)
+    whole.leave_others({"no_effect" if same else "left_out": {"*": why}})
     general.lines.extend(whole.lines)
 
 
@@ -315,7 +339,6 @@ def _data_set(source: Translation, masks: dict[Any, Json], step: int) -> None:
     if mask is not None and mask.get("conditioning_type", "mask") in ("mask", "segmentation"):
         source.take("conditioning_data", "mask", "files")
         source.set("mask_path", str(mask.get("instance_data_dir", "")))
-        source.seen("conditioning_data")
     elif named:
         source.leave("conditioning_data", "not masks, or not in this file: simpletune trains no conditioning")
     source.leave_others(trainer_tables(NAME), "_data")
@@ -323,7 +346,8 @@ def _data_set(source: Translation, masks: dict[Any, Json], step: int) -> None:
 
 def _images(source: Translation) -> None:
     kind = source.read("type", as_text) or "local"
-    path = source.read("instance_data_dir", as_text)
+    place = "instance_data_dir" if source.has("instance_data_dir") else "instance_data_root"  # its older name
+    path = source.read(place, as_text)
     if kind == "huggingface":
         source.take("type", "source", "table")
         source.by_table(
@@ -335,7 +359,7 @@ def _images(source: Translation) -> None:
             ]
         )
     elif path is not None:
-        source.take("instance_data_dir", "path", path)
+        source.take(place, "path", path)
     if kind not in ("local", "huggingface"):
         source.leave(
             "type", f"{kind}: simpletune reads local folders, parquet and Hugging Face data sets. Set its path"
@@ -344,21 +368,27 @@ def _images(source: Translation) -> None:
 
 def _captions(source: Translation) -> None:
     strategy, prompt = source.read("caption_strategy", as_text), source.read("instance_prompt", as_text)
-    if boolean(source.settings.get("only_instance_prompt", False)):
-        strategy = "instanceprompt"
-    source.seen("only_instance_prompt", "disable_multiline_split", "prepend_instance_prompt")
+    only = boolean(source.settings.get("only_instance_prompt", False))
+    strategy = "instanceprompt" if only else strategy
     if strategy == "instanceprompt" and prompt:
         source.take("instance_prompt", "prompt", prompt)
+        for key in ("caption_strategy", "only_instance_prompt"):
+            if source.has(key):
+                source.keep(key, "see instance_prompt")
     elif strategy == "textfile":
         source.take("caption_strategy", "captions", "txt")
-        if not boolean(source.settings.get("disable_multiline_split", False)):
+        if not source.read("disable_multiline_split", boolean):
             source.take("caption_strategy", "caption_lines", "several")
+        elif source.has("disable_multiline_split"):
+            source.keep("disable_multiline_split", "a text is one caption")
     elif strategy == "filename":
         source.take("caption_strategy", "captions", "filename")
     elif strategy is not None and source.get("source") != "table":
         source.leave("caption_strategy", f"{strategy}: put captions beside the pictures or into metadata.jsonl")
-    if prompt and strategy != "instanceprompt" and boolean(source.settings.get("prepend_instance_prompt", False)):
+    before = source.read("prepend_instance_prompt", boolean)
+    if prompt and strategy != "instanceprompt" and before:
         source.take("instance_prompt", "caption_prefix", prompt)
+        source.keep("prepend_instance_prompt", "see instance_prompt")
     elif prompt and strategy != "instanceprompt":
         source.leave("instance_prompt", "the captions are used")
 
@@ -374,6 +404,10 @@ def _size(source: Translation, step: int) -> None:
         source.take("resolution", "resolution", side, why or (f"a multiple of {step}" if side != size else ""))
     crop, aspect = source.read("crop", boolean), source.read("crop_aspect", as_text) or "square"
     style = source.read("crop_style", as_text)
+    if crop:
+        source.keep("crop", "see crop_aspect")
+        if aspect in ("preserve", "closest") and source.has("crop_aspect"):
+            source.keep("crop_aspect", "pictures go to buckets near their own aspect ratios")
     if crop and aspect == "square":
         source.take("crop_aspect", "aspect", "square")
     elif crop and aspect not in ("preserve", "closest"):

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,11 +25,15 @@ from simpletune.system.package import ASSETS
 from simpletune.system.printable import printable
 
 T = TypeVar("T")
-Became = Literal["taken", "changed", "left out"]
+Became = Literal["taken", "changed", "left out", "unknown"]
+Listed = Literal["left out", "unknown", "changed", "taken", "not needed", "off"]
 Scalar = str | int | float | bool
 Kind = Callable[[object], object]
 SHOWN = 60  # characters of a value
-SECRET = re.compile(r"secrets?$|password|credential|(access|hub|hf|face|api|auth|wandb)_?(token|key)", re.IGNORECASE)
+SECRET = re.compile(
+    r"secrets?(\.|$)|password|credential|(access|hub|hf|face|api|auth|wandb)_?(token|key)", re.IGNORECASE
+)
+UNTRANSLATED = "not translated together with the other options"
 OFF = ", 0 is off"  # ends the kind of value of an option
 LARGEST = 1e30  # no setting is as large, and products of those below stay finite
 DIGITS = 6  # significant digits of a computed number
@@ -62,8 +66,17 @@ class KeyOutcome:
 
     @property
     def off(self) -> bool:
-        """Whether a left-out option was switched off there, too."""
+        """Whether a left-out option was switched off there, too; of an unknown one 0 may be a setting."""
+        if self.became == "unknown":
+            return self.value is None or self.value is False or self.value in ("", [], {})
         return self.became == "left out" and is_off(self.value)
+
+    @property
+    def listed(self) -> Listed:
+        """The list that it is printed in, if its key has no other line."""
+        if self.became in ("taken", "changed"):
+            return self.became
+        return "off" if self.off else "not needed" if self.same else self.became
 
     def __str__(self) -> str:
         source = f"{self.key} {format_value(self.key, self.value)}" + (" (its default)" if self.default else "")
@@ -97,26 +110,41 @@ class Translation:
     """Translation of another trainer's settings to ours, in progress.
 
     ``defaults``: the trainer's, where they differ from ours; ``section`` and ``place``: prefixes of its keys and of our
-    paths in messages, such as ``datasets[0].`` and ``data.sources.0.``. Empty values are dropped.
+    paths in messages, such as ``datasets[0].`` and ``data.sources.0.``; ``outer``: whole names of keys whose values
+    stand in another section. Empty values switch an option off. ``leave_others`` closes it: from then on every key of
+    ``settings`` has a line, here or where ``told`` says.
     """
 
     def __init__(
-        self, settings: Json, defaults: Mapping[str, object] | None = None, section: str = "", place: str = ""
+        self,
+        settings: Json,
+        defaults: Mapping[str, object] | None = None,
+        section: str = "",
+        place: str = "",
+        outer: Mapping[str, str] | None = None,
     ):
-        given = {key: value for key, value in settings.items() if value not in (None, "", [])}
+        given = {key: value for key, value in settings.items() if not is_empty(value)}
+        self._empty = {key: value for key, value in settings.items() if is_empty(value)}
         self.settings: Json = {key: local_path(value) for key, value in given.items()}
         self.defaults = dict(defaults or {})
         self.section, self.place = section, place
+        self.outer = dict(outer or {})
         self.config: Json = {}
-        self.lines = [
-            KeyOutcome("changed", section + key, value, why=f"{format_value(key, self.settings[key])}, as WSL calls it")
+        self._of_windows = {
+            key: KeyOutcome("changed", self.name(key), value, why=f"{format_value(key, local)}, as WSL calls it")
             for key, value in given.items()
-            if self.settings[key] != value
-        ]
+            if (local := self.settings[key]) != value
+        }
+        self.lines = [*self._of_windows.values()]
         self._read: set[str] = set()
+        self._told: set[str] = set()  # keys with a line
 
     def has(self, key: str) -> bool:
         return key in self.settings
+
+    def sets_empty(self, key: str) -> bool:
+        """Whether the file sets a key to nothing, as null does."""
+        return key in self._empty
 
     def read(self, key: str, kind: Callable[[object], T]) -> T | None:
         """Return the value of a key, the trainer's default or None, and mark the key as understood.
@@ -140,8 +168,11 @@ class Translation:
 
     def leave(self, key: str, why: str, same: bool = False) -> None:
         """Leave a key out: what it did, or why it cannot be kept; ``same``: the result does not change by it."""
-        self._read.add(key)
-        self._add("left out", key, why=why, same=same)
+        self._leave_whole(key, why, same)
+
+    def keep(self, key: str, why: str) -> None:
+        """Say of a key that no one field stands for what the result has from it."""
+        self._add("taken", key, why=why)
 
     def note(self, key: str, why: str) -> None:
         """Say how a key differs that no field stands for."""
@@ -151,7 +182,12 @@ class Translation:
         self, became: Became, key: str, path: str = "", new: object = None, why: str = "", same: bool = False
     ) -> None:
         raw = self.settings.get(key, self.defaults.get(key))
-        self.lines.append(KeyOutcome(became, self.section + key, raw, path, new, why, not self.has(key), same))
+        self._told.add(key)
+        self.lines.append(KeyOutcome(became, self.name(key), raw, path, new, why, not self.has(key), same))
+
+    def name(self, key: str) -> str:
+        """Return a key with its section."""
+        return self.outer.get(key, self.section + key)
 
     def set(self, path: str, value: object) -> None:
         """Set one of our fields without recording a line."""
@@ -213,25 +249,86 @@ class Translation:
         return None if known else f"{section}.{union.tag} {chosen} has no such option"
 
     def leave_others(self, tables: Json, part: str = "") -> None:
-        """Leave out the remaining keys: those of ``left_out`` and ``no_effect``, where a pattern may end in ``*``, with
-        their reasons, and unknown ones. ``part``: ending of the tables' names."""
-        named = {name: (why, True) for name, why in tables.get(f"no_effect{part}", {}).items()}
-        named |= {name: (why, False) for name, why in tables.get(f"left_out{part}", {}).items()}
-        starts = [name[:-1] for name in (*tables.get(f"left_out{part}", {}), *named) if name.endswith("*")]
-        for key in [key for key in self.settings if key not in self._read]:
-            start = next((start for start in starts if key not in named and key.startswith(start)), None)
-            self.leave(key, *named.get(key if start is None else f"{start}*", ("unknown to simpletune import", False)))
+        """Give each remaining key its line: why it makes no difference, or what the result lacks by it, from
+        ``no_effect`` and ``left_out``, where a pattern may end in ``*``; what it needs to count, from ``unused``, if it
+        was read; else that it is unknown. ``part``: ending of the tables' names. Keys of a section have a line each."""
+        idle, gone, unused = (tables.get(f"{name}{part}", {}) for name in ("no_effect", "left_out", "unused"))
+        for key, value in self._empty.items():
+            if key not in self._told | self.settings.keys():
+                self.lines.append(KeyOutcome("left out", self.name(key), value))
+        for key in [key for key in self.settings if key not in self._told]:
+            value, same_row, row = self.settings[key], row_of(key, idle), row_of(key, gone)
+            same = None if same_row is None or _is_nearer(row, same_row) else idle[same_row]
+            if isinstance(same, dict):  # reasons that hold for one value each
+                same = same.get(str(value).lower())
+            if same is None and key in self._read and (unused_row := row_of(key, unused)) is not None:
+                same = unused[unused_row]
+            if same is not None:
+                self._leave_whole(key, same, True)
+            elif row is not None or key in self._read:
+                self._leave_whole(key, UNTRANSLATED if row is None else gone[row])
+            else:
+                self._leave_whole(key, "", unknown=True)
+
+    def _leave_whole(self, key: str, why: str, same: bool = False, unknown: bool = False) -> None:
+        """Leave out a key, or each key of the section that is its value."""
+        became: Became = "unknown" if unknown else "left out"
+        self._read.add(key)
+        self._told.add(key)
+        raw = self.settings.get(key, self.defaults.get(key))
+        if (path := self._of_windows.pop(key, None)) is not None:  # the result has no such path
+            self.lines.remove(path)
+            raw = path.value
+        for name, value in leaves(raw, self.name(key)):
+            self.lines.append(KeyOutcome(became, name, value, why=why, default=not self.has(key), same=same))
 
     def part(self, key: str, name: str, value: object) -> str:
         """Register one of several values inside a key as a separate key: ``optimizer_args.weight_decay``."""
         own = f"{key}.{name}"
         self.settings[own] = value
         self._read.add(own)
+        self._told.add(key)
         return own
 
-    def seen(self, *keys: str) -> None:
-        """Mark keys as understood without recording lines."""
+    def told(self, *keys: str) -> None:
+        """Mark keys whose lines stand in another translation."""
         self._read.update(keys)
+        self._told.update(keys)
+
+    def unused(self, why: str, *keys: str) -> None:
+        """Say of those of the keys that the file sets, and that have no line, why they make no difference."""
+        for key in keys:
+            if self.has(key) and key not in self._told:
+                self.leave(key, why, same=True)
+
+
+def is_empty(value: object) -> bool:
+    return value is None or value in ("", [], {})
+
+
+def leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
+    """Return a value's keys, nested ones with their sections, and values; a plain value has one."""
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from leaves(each, f"{name}.{key}")
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        for index, each in enumerate(value):
+            yield from leaves(each, f"{name}[{index}]")
+    else:
+        yield name, value
+
+
+def row_of(key: str, table: Mapping[str, object]) -> str | None:
+    """Find a key's row: its own, or that of the longest pattern that ends in ``*``."""
+    if key in table:
+        return key
+    patterns = [name for name in table if name.endswith("*") and key.startswith(name[:-1])]
+    return max(patterns, key=len, default=None)
+
+
+def _is_nearer(row: str | None, other: str) -> bool:
+    """Whether a row names a key more closely than the other one."""
+    return row is not None and other.endswith("*") and (not row.endswith("*") or len(row) > len(other))
 
 
 def local_path(value: object) -> object:

@@ -17,6 +17,7 @@ from simpletune.models.shared.fused import Rows
 from simpletune.models.shared.model_config import ModelConfig, require_sizes
 from simpletune.models.shared.recognise import A_LORA, OF_DIFFUSERS, kind_of
 from simpletune.system.checksums import fingerprint_of_spans
+from simpletune.system.hub import WEIGHT_FILES
 from simpletune.system.options import UserError, join_names
 from simpletune.system.portable import join_words
 from simpletune.system.safetensors_file import conversion_command, read_header, require_safetensors
@@ -30,7 +31,7 @@ DENOISER_PREFIXES = ("model.diffusion_model.", "")
 
 def is_single_file(name: str) -> bool:
     """Whether a name is the path of a single weight file."""
-    return name.endswith((".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")) and not Path(name).is_dir()
+    return name.endswith(WEIGHT_FILES) and not Path(name).is_dir()
 
 
 def a_lora(file: Path) -> str:

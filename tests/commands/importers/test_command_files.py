@@ -274,6 +274,15 @@ def test_paths_of_windows_are_those_of_this_machine(wsl: bool, tmp_path: Path, m
     assert said == ({old: f"{new}, as WSL calls it" for old, new in zip(given, paths, strict=True)} if wsl else {})
 
 
+def test_a_path_of_windows_that_is_left_out_is_not_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translation, "under_wsl", lambda: True)
+    file = tmp_path / "run.bat"
+    file.write_text(WINDOWS.rstrip() + " --console_log_file=C:\\ai\\log --other=D:\\x\n")
+    lists = import_file(file).lists()
+    told = {line.key: (head, line.value) for head, lines in lists.items() for line in lines}
+    assert told["console_log_file"] == ("not needed", "C:\\ai\\log") and told["other"] == ("unknown", "D:\\x")
+
+
 MUSUBI = [
     ("x.bat", "python wan_cache_latents.py --vae x\naccelerate launch src/musubi_tuner/wan_train_network.py --dit x",
      r"script wan_train_network.py \(Wan, by musubi-tuner\)"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import peer_configs
 import pytest
 import yaml
-from import_cases import CASES, LARGE, OLD, REFUSED, XL
+from import_cases import CASES, LARGE, OLD, REFUSED, XL, XL_OT
 
 from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import main
@@ -60,6 +60,7 @@ BASES: dict[str, Json] = {
         "train_dtype": "BFLOAT_16",
     },
 }  # fmt: skip
+FULL = {"network_dim": None, "train_text_encoder": True}  # of kohya's scripts that train the whole model
 SOURCES: dict[str, Json] = {
     "simpletuner": {"id": "a", "type": "local", "instance_data_dir": "pics"},
     "kohya": {"image_dir": "pics"},
@@ -141,7 +142,7 @@ def test_each_key(tool: str, unchecked: None, tmp_path: Path) -> None:
         names = {key.lstrip("-").rpartition(".")[2] for key in (*settings, *source)}
         names |= {key for row in settings.get("datasets", ()) for key in row}
         names |= {key for part in (*settings.values(), *source.values()) if isinstance(part, dict) for key in part}
-        if end == "left out":
+        if end in ("left out", "unknown"):
             left = {line.key.rpartition(".")[2] for line in found.lines if line.became == end}
             assert left & names, (given, path)
         elif end is not None:
@@ -207,15 +208,72 @@ def test_what_the_result_lacks_comes_first_and_options_that_were_off_are_a_numbe
     assert main(["import", str(file), "--out", str(tmp_path / "ours.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
     heads = [line[:10].strip() for line in lines if not line.startswith(" ")]
-    assert heads == ["from", "left out", "changed", "taken", "not needed", "off", "not here", "written"]
+    assert heads == ["from", "left out", "unknown", "changed", "taken", "not needed", "off", "not here", "written"]
     assert lines[1].endswith("1 value, which the result lacks") and lines[2].startswith("  clip_skip 2: ")
     assert "  cache_latents true: latents are always cached" in lines[lines.index(lines[2]) + 1 :]
-    assert "off        2 options that were off" in lines and not [line for line in lines if "lowram" in line]
+    assert lines[lines.index("off        2 options that were off") + 1] == "  lowram, weighted_captions"
+
+
+NAMES_NO_METHOD: list[tuple[str, Json, str]] = [  # files, and the words that settle what trains
+    ("config.toml", {"network_dim": 32, "mixed_precision": "bf16"}, 'network_module = "networks.lora"'),
+    ("config.toml", {"mixed_precision": "bf16", "output_name": "x"}, 'script = "train_db.py"'),
+    ("config.toml", {"mixed_precision": "bf16", "network_dim": 8, "train_text_encoder": True}, "network_module"),
+    ("config.json", {"network_dim": 8, "lr_warmup": 10, "max_resolution": "512,512"}, '"LoRA_type": "Standard"'),
+    ("config.json", {"lr_warmup": 10, "max_resolution": "512,512"}, '"LoRA_type": "LyCORIS/Native Fine-Tuning"'),
+    ("config.json", {"model_family": "sdxl", "lora_type": "standard"}, '"model_type": "lora"'),
+    ("config.json", {"model_family": "sdxl", "model_type": "lora", "lora_type": "lycoris"}, "lycoris_config"),
+    ("config.json", {"model_type": "STABLE_DIFFUSION_15", "peft_type": "LORA"}, '"training_method": "FINE_TUNE"'),
+    ("config.yaml", {"job": "extension", "type": "sd_trainer", "name": "x"}, "network: {type: lora}"),
+    ("config.sh", {"script": "train_network.py", "network_dim": 4}, "network_module"),
+    ("config.sh", {"script": "train_textual_inversion.py", "seed": 4}, "token_string names no token"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "words"), NAMES_NO_METHOD, ids=range(len(NAMES_NO_METHOD)))
+def test_what_names_no_method_is_refused_with_the_words_that_settle_it(
+    name: str, settings: Json, words: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / name
+    kind = file.suffix
+    if kind == ".toml":
+        file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    elif kind == ".yaml":
+        file.write_text(as_job(settings))
+    elif kind == ".json":
+        file.write_text(json.dumps(settings))
+    else:
+        flags = [f"--{key}={value}" for key, value in settings.items() if key != "script"]
+        file.write_text(" ".join(["python", settings["script"], *flags]))
+    with pytest.raises(UserError, match=re.escape(words)):
+        import_file(file)
+    assert main(["import", str(file), "--out", str(tmp_path / "ours.json")]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "ours.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.toml", 'script = "sdxl_train.py"\nmixed_precision = "bf16"\n'),
+        ("config.toml", 'mixed_precision = "bf16"\noutput_name = "x"\nlearning_rate_te1 = 1e-6\n'),
+        ("config.sh", "python fine_tune.py --mixed_precision=bf16\n"),
+        ("config.json", '{"LoRA_type": "LyCORIS/Native Fine-Tuning", "max_resolution": "512,512"}'),
+        ("config.json", '{"learning_rate_te": 0, "max_resolution": "512,512", "epoch": 1}'),
+        ("config.json", '{"model_type": "full", "model_family": "sdxl", "validation_guidance": 5}'),
+        ("config.json", '{"training_method": "FINE_TUNE", "model_type": "STABLE_DIFFUSION_15"}'),
+        ("config.yaml", as_job({"job": "extension", "type": "sd_trainer", "name": "x", "network": None})),
+    ],
+)
+def test_the_whole_model_trains_where_the_file_says_so(
+    name: str, content: str, unchecked: None, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert import_file(tmp_path / name).config["adapter"] == {"method": "full"}
 
 
 @pytest.mark.parametrize("loss", [{}, {"loss_type": "l2"}])
-def test_a_setting_of_a_loss_that_is_not_used_is_no_line(loss: Json, tmp_path: Path) -> None:
-    assert became(imported("simpletuner", tmp_path, {"huber_c": 0.2, **loss}, {}), "huber_c") == set()
+def test_a_setting_of_a_loss_that_is_not_used_is_not_needed(loss: Json, tmp_path: Path) -> None:
+    found = imported("simpletuner", tmp_path, {"huber_c": 0.2, **loss}, {})
+    assert {line.key for line in found.lists()["not needed"]} >= {"huber_c", *loss}
 
 
 @pytest.mark.parametrize("run", list(peer_configs.STUDY_RUNS))
@@ -358,7 +416,9 @@ def test_lycoris_has_a_file_of_its_own(tmp_path: Path) -> None:
     file = peer_configs.write(tmp_path, config___json=settings, config__lycoris___json=own)
     found = import_file(file)
     assert found.config["adapter"] == {"method": "lokr", "rank": None, "factor": 16}
-    assert "left out" in became(found, "lycoris_config")
+    assert [line.key for line in found.lists()["not needed"]][:2] == [
+        "lycoris_config.linear_alpha", "lycoris_config.bypass_mode",
+    ]  # fmt: skip
     settings |= {"model_family": "sdxl", "pretrained_model_name_or_path": "a/xl"}
     for given, ours in ((0, 8), (None, 8), (2, 2)):  # LyCORIS takes 0 and null for linear_dim
         own = {"algo": "locon", "linear_dim": 8, "linear_alpha": 4, "conv_dim": given}
@@ -441,7 +501,7 @@ def test_our_own_configurations_are_not_taken_for_others() -> None:
 
 def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
     for name in OPTIMIZERS:
-        found = imported("kohya", tmp_path, {"optimizer_type": name, "network_module": None})
+        found = imported("kohya", tmp_path, {"optimizer_type": name, "network_module": None} | FULL)
         assert not [p for p in found.problems if p.path == "optimizer.name"], name
     for name in SCHEDULES:
         assert not imported("kohya", tmp_path, {"lr_scheduler": name}).problems, name
@@ -563,6 +623,152 @@ def test_an_alpha_that_is_not_the_rank_says_what_it_scales_by(alpha: float, why:
     take_alpha(found, "network_alpha", alpha, 16)
     assert found.config == {"adapter": {"alpha": alpha}}
     assert [line.why.partition(":")[0] for line in found.lines] == [why]
+
+
+LYCORIS = {  # LyCORIS's arguments in JSON, and what each becomes; true is a switch, not 1
+    "use_tucker": "left out", "use_scalar": "left out", "train_norm": "left out", "rs_lora": "taken",
+    "bypass_mode": "not needed", "wd_on_output": "not needed", "rescaled": "left out",
+}  # fmt: skip
+
+
+def test_switches_of_lycoris_are_not_dropped(unchecked: None, tmp_path: Path) -> None:
+    """LyCORIS #172: rs_lora changes the scale by the root of the rank."""
+    settings = BASES["simpletuner"] | {"lora_type": "lycoris", "lycoris_config": "lycoris.json", "model_family": "sdxl"}
+    own = {"algo": "lora", "linear_dim": 16, "linear_alpha": 16, **dict.fromkeys(LYCORIS, True)}
+    found = import_file(peer_configs.write(tmp_path, config___json=settings, lycoris___json=own))
+    assert found.config["adapter"]["rank_stabilized"] is True
+    heads = {line.key.rpartition(".")[2]: head for head, lines in found.lists().items() for line in lines}
+    assert {key: heads[key] for key in LYCORIS} == LYCORIS
+
+
+@pytest.mark.parametrize("algo", ["lokr", "loha", "full"])
+@pytest.mark.parametrize(
+    "given", ["rank_dropout=0.1", "module_dropout=0.1", "loraplus_lr_ratio=4", "dora_wd=True", "dropout=0.1"]
+)
+def test_what_a_network_of_lycoris_has_and_ours_lacks_is_left_out(
+    algo: str, given: str, unchecked: None, tmp_path: Path
+) -> None:
+    """Of kohya's own networks alike, which the GUI uses."""
+    modules = ["lycoris.kohya", *([f"networks.{algo}"] if algo != "full" else [])]
+    for module in modules:
+        arguments = [f"algo={algo}", given] if module == "lycoris.kohya" else [given]
+        found = imported("kohya", tmp_path, XL | {"network_module": module, "network_args": arguments})
+        (line,) = [line for line in found.lists()["left out"] if line.key == f"network_args.{given.partition('=')[0]}"]
+        assert algo in line.why
+
+
+@pytest.mark.parametrize(
+    ("tool", "settings", "key", "head"),
+    [
+        ("ai_toolkit", {"train.loss_type": "mse"}, "train.loss_type", "not needed"),
+        ("ai_toolkit", {"train.loss_type": "mae"}, "train.loss_type", "left out"),
+        ("kohya", {"loss_type": "l2"}, "loss_type", "not needed"),
+        ("kohya", {"loss_type": "l1"}, "loss_type", "left out"),
+        ("kohya", {"save_model_as": "ckpt"}, "save_model_as", "left out"),
+        ("kohya_ss", {"num_processes": 1}, "num_processes", "not needed"),
+        ("kohya_ss", {"num_processes": 2}, "num_processes", "left out"),
+        ("simpletuner", {"resume_from_checkpoint": "latest"}, "resume_from_checkpoint", "not needed"),
+        ("simpletuner", {"resume_from_checkpoint": "checkpoint-500"}, "resume_from_checkpoint", "left out"),
+        ("diffusers", {"num_validation_images": 4}, "num_validation_images", "left out"),
+        ("onetrainer", {"continue_last_backup": True}, "continue_last_backup", "left out"),
+        ("onetrainer", {"output_model_format": "SAFETENSORS"}, "output_model_format", "not needed"),
+        ("onetrainer", {"output_model_format": "CKPT"}, "output_model_format", "left out"),
+    ],
+)
+def test_a_key_without_effect_at_one_value_is_left_out_at_others(
+    tool: str, settings: Json, key: str, head: str, unchecked: None, tmp_path: Path
+) -> None:
+    found = imported(tool, tmp_path, settings)
+    assert [each for each, lines in found.lists().items() if key in {line.key for line in lines}] == [head]
+
+
+def test_lokr_trained_whole_has_no_alpha_and_lycoris_s_own_factor(unchecked: None, tmp_path: Path) -> None:
+    """SimpleTuner #844: LyCORIS ignores alpha where both matrices are whole; its factor is -1 unless one is given."""
+    arguments = {"network_module": "lycoris.kohya", "network_args": ["algo=lokr"], "network_alpha": 1}
+    found = imported("kohya", tmp_path, XL | arguments | {"network_dim": 100000})
+    assert found.config["adapter"]["rank"] is None and found.config["adapter"]["factor"] == -1
+    assert "network_alpha" in {line.key for line in found.lists()["not needed"]}
+    found = imported("kohya", tmp_path, XL | arguments | {"network_dim": 16})
+    assert "network_alpha" in {line.key for line in found.lists()["left out"]}
+
+
+@pytest.mark.parametrize(("preset", "layers"), [("attn-mlp", 3), ("attn-only", 1), ("full", None)])
+def test_lycoris_s_native_fine_tuning_of_some_layers(preset: str, layers: int | None, tmp_path: Path) -> None:
+    arguments = {"network_module": "lycoris.kohya", "network_args": ["algo=full", f"preset={preset}"]}
+    found = imported("kohya", tmp_path, XL | arguments | {"network_dim": 8})
+    assert not found.problems
+    if layers is None:
+        assert found.config["adapter"] == {"method": "full"}
+    else:
+        assert found.config["adapter"]["method"] == "partial" and len(found.config["adapter"]["layers"]) == layers
+
+
+def test_a_batch_size_of_the_options_counts_where_the_data_sets_name_none(unchecked: None, tmp_path: Path) -> None:
+    found = imported("kohya", tmp_path, {"train_batch_size": 4})
+    assert found.config["train"]["batch_size"] == 4
+    found = imported("kohya", tmp_path, {"train_batch_size": 4}, {"batch_size": 2})
+    assert found.config["train"]["batch_size"] == 2
+    assert "train_batch_size" in {line.key for line in found.lists()["not needed"]}
+
+
+def test_both_betas_of_separate_keys_are_kept(unchecked: None, tmp_path: Path) -> None:
+    found = imported("diffusers", tmp_path, {"adam_beta1": 0.8, "adam_beta2": 0.95})
+    assert found.config["optimizer"]["betas"] == [0.8, 0.95]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"gradient_checkpointing": True}, {"checkpointing": "all"}),
+        ({"gradient_checkpointing": "OFF"}, {"checkpointing": "none"}),
+        (
+            {"gradient_checkpointing": "CPU_OFFLOADED", "enable_activation_offloading": True,
+             "layer_offload_fraction": 0.5},
+            {"checkpointing": "all", "offload_checkpoint_inputs": True, "resident_blocks": 19},
+        ),
+    ],
+)  # fmt: skip
+def test_older_versions_of_onetrainer(given: Json, expected: Json, unchecked: None, tmp_path: Path) -> None:
+    older = {"weight_dtype": "INT_8", "unet_weight_dtype": "NONE", "min_snr_gamma": 5, "train_text_encoder": True}
+    found = imported("onetrainer", tmp_path, given | older)
+    assert found.config["memory"] == expected and found.config["precision"]["weights"] == "int8"
+    found = imported("onetrainer", tmp_path, XL_OT | given | older | {"unet_learning_rate": 3e-4})
+    assert found.config["optimizer"]["lr"] == 3e-4 and found.config["objective"]["min_snr_gamma"] == 5
+    assert found.config["text"]["lora"]["encoders"] == ["clip_l"]
+    told = {line.key for line in found.lines}
+    assert told >= {*given, *older, "unet_learning_rate"} and "unet.gradient_checkpointing" not in told
+
+
+def test_a_null_of_onetrainer_s_clipping_is_none(unchecked: None, tmp_path: Path) -> None:
+    file = peer_configs.write(tmp_path, config___json={**BASES["onetrainer"], "clip_grad_norm": None})
+    assert import_file(file).config["train"]["clip_norm"] is None
+
+
+def test_the_second_of_two_embeddings_is_left_out(unchecked: None, tmp_path: Path) -> None:
+    found = imported("onetrainer", tmp_path, {"additional_embeddings": [{"placeholder": "a"}, {"placeholder": "b"}]})
+    assert [line.key for line in found.lists()["left out"]] == ["additional_embeddings[1].placeholder"]
+
+
+def test_a_file_of_options_without_its_ending_is_read(tmp_path: Path) -> None:
+    """As sd-scripts' read_config_from_file does."""
+    command = "python train_network.py --config_file=more --network_dim=8\n"
+    more = 'network_module = "networks.lora"\nnetwork_dim = 4\n'
+    found = import_file(peer_configs.write(tmp_path, run___sh=command, more___toml=more))
+    assert found.config["adapter"]["rank"] == 8
+    assert "config_file.network_dim" in {line.key for line in found.lists()["not needed"]}
+
+
+def test_a_token_without_initial_words_names_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="^init_word names no words that zz starts from. Set it$"):
+        import_file(peer_configs.write(tmp_path, run___sh="python train_textual_inversion.py --token_string=zz\n"))
+
+
+def test_secrets_of_nested_sections_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    secrets = {"huggingface_token": "hf_abcdef", "cloud": {"api_key": "abcdef", "user": "abcdef"}}
+    file = peer_configs.write(tmp_path, config___json=BASES["onetrainer"] | {"secrets": secrets})
+    assert main(["import", str(file), "--out", str(tmp_path / "ours.json")]) == 0
+    shown = capsys.readouterr()
+    assert "secrets.cloud.user (not shown)" in shown.out and "abcdef" not in shown.out + shown.err
 
 
 NUMBERED = {

@@ -143,8 +143,46 @@ def test_what_the_result_lacks_of_the_gui_s_own_is_said(tmp_path: Path) -> None:
     left = {line.key: line.why for line in found.lines if line.became == "left out" and not line.same}
     assert left["fa"].startswith("LoRA-FA") and left["lr_scheduler_num_cycles"] == "REX falls once here"
     assert left["lr_scheduler_args.min_lr"] == "the learning rate falls to 0 here"
-    assert left["lr_scheduler_args.other"] == "unknown to simpletune import"
+    assert [line.key for line in found.lists()["unknown"]] == ["lr_scheduler_args.other"]
     assert {"lr_scheduler_args.gamma", "lr_scheduler_args.d"} <= left.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "head"),
+    [
+        ([("train_mode.other", 1)], "train_mode.other", "unknown"),
+        ([("bucket_args.other.deep", 1)], "bucket_args.other.deep", "unknown"),
+        ([("version", 3)], "version", "unknown"),
+        ([(f"{NETWORK}.conv_dim", "")], "network_args.conv_dim", "off"),
+        ([(f"{NETWORK}.algo", "lokr")], "train_mode", "taken"),
+        ([("network_args.args.network_module", "networks.lora")], "train_mode", "taken"),
+        ([("train_mode.train_mode", "textual_inversion"), ("textual_inversion_args.args.token_string", "sks"),
+          ("textual_inversion_args.args.init_word", "dog")], "train_mode", "taken"),
+        ([("optimizer_args.args.lr_warmup_steps", 9)], "lr_warmup_steps", "not needed"),
+        ([("optimizer_args.args.lr_scheduler_type", "x.Other")], "lr_scheduler_type", "left out"),
+        ([("optimizer_args.args.lr_scheduler_type", f"{SCHEDULERS}.CosineAnnealingWarmRestarts")], "lr_scheduler",
+         "not needed"),
+        ([("optimizer_args.args.lr_scheduler_type", f"{SCHEDULERS}.CosineAnnealingWarmRestarts")],
+         "lr_scheduler_type", "taken"),
+        ([("optimizer_args.args.lr_scheduler_args", {"gamma": 1})], "lr_scheduler_args.gamma", "left out"),
+        ([("general_args.args.dataset_config", "x.toml")], "dataset_config", "not needed"),
+        ([], "resolution", "taken"),
+    ],
+)  # fmt: skip
+def test_each_key_of_a_preset_stands_in_one_list(
+    changes: list[tuple[str, object]], key: str, head: str, tmp_path: Path
+) -> None:
+    lists = imported(tmp_path, *changes).lists()
+    assert [each for each, lines in lists.items() if key in {line.key for line in lines}] == [head]
+
+
+def test_data_sets_of_the_preset_are_not_needed_beside_a_file_of_them(tmp_path: Path) -> None:
+    data = peer_configs.write(tmp_path, data___json={"datasets": [{"subsets": [{"image_dir": "others"}]}]})
+    found = import_file(peer_configs.write(tmp_path, preset___toml=as_toml(PRESET)), data)
+    assert found.config["data"]["path"] == "others"
+    assert {line.key for line in found.lists()["not needed"]} >= {
+        "subsets[0].image_dir", "subsets[1].is_reg", "resolution", "enable_bucket",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
