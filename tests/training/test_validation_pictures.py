@@ -187,4 +187,4 @@ def test_pictures_of_version_0_1_0_stand_beside_todays(tmp_path: Path) -> None:
     Image.new("RGB", (32, 32), "blue").save(tmp_path / "red.png")
     changed = previews(tmp_path / "samples", request)
     validate(changed, 6)
-    assert changed._found(tmp_path / "samples/step-000004") == [None], "painted into another picture"
+    assert changed._find(tmp_path / "samples/step-000004") == [None], "painted into another picture"

@@ -15,7 +15,7 @@ from simpletune.system.printable import describe_exception
 T = TypeVar("T")
 
 
-def is_kernel_error(error: Exception) -> bool:
+def is_of_the_kernel(error: Exception) -> bool:
     """Return whether an error may come from compiling or launching a kernel, not from the device or its memory."""
     return not (isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or _is_out_of_memory(error))
 
@@ -62,7 +62,7 @@ class Fallback:
             try:
                 return run_with_room(kernel)
             except Exception as error:
-                if not is_kernel_error(error):
+                if not is_of_the_kernel(error):
                     raise
                 self.failed[device] = describe_exception(error)
                 say(self._warning.format(device=device, reason=self.failed[device]))

@@ -37,11 +37,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _transpose(a, b, c, d):
+def _transposed(a, b, c, d):
     """Transpose 4 x 4 bytes: byte s of result i is byte i of argument s."""
     if INTERPRETED:
-        low_1, low_2 = _pair(a, b, 0), _pair(c, d, 0)
-        high_1, high_2 = _pair(a, b, 16), _pair(c, d, 16)
+        low_1, low_2 = _paired(a, b, 0), _paired(c, d, 0)
+        high_1, high_2 = _paired(a, b, 16), _paired(c, d, 16)
         a, b = (low_1 & 0xFFFF) | (low_2 << 16), ((low_1 >> 16) & 0xFFFF) | (low_2 & -65536)
         c, d = (high_1 & 0xFFFF) | (high_2 << 16), ((high_1 >> 16) & 0xFFFF) | (high_2 & -65536)
     else:
@@ -67,7 +67,7 @@ def _transpose(a, b, c, d):
 
 
 @triton.jit
-def _pair(a, b, SHIFT: tl.constexpr):
+def _paired(a, b, SHIFT: tl.constexpr):
     """Interleave two bytes each of a and b, from bit ``SHIFT`` on."""
     first, second = (a >> SHIFT) & 0xFF, (b >> SHIFT) & 0xFF
     third, fourth = (a >> (SHIFT + 8)) & 0xFF, (b >> (SHIFT + 8)) & 0xFF
@@ -80,7 +80,7 @@ def _byte(word, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def _multiply_column(left, word, total, FOURS: tl.constexpr, COLUMNS: tl.constexpr):
+def _times(left, word, total, FOURS: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the product with every fourth column, given four numbers of its sum in a word."""
     four = tl.join(tl.join(_byte(word, 0), _byte(word, 2)), tl.join(_byte(word, 1), _byte(word, 3)))
     right = tl.permute(tl.reshape(four, (FOURS, COLUMNS, 4)), (0, 2, 1))
@@ -120,11 +120,11 @@ def _gradient(
             b = tl.load(weight_at + words, mask=inside, other=0)
             c = tl.load(weight_at + 2 * words, mask=inside, other=0)
             d = tl.load(weight_at + 3 * words, mask=inside, other=0)
-        a, b, c, d = _transpose(a, b, c, d)
-        total_0 = _multiply_column(left, a, total_0, BLOCK_K // 4, BLOCK_N // 4)
-        total_1 = _multiply_column(left, b, total_1, BLOCK_K // 4, BLOCK_N // 4)
-        total_2 = _multiply_column(left, c, total_2, BLOCK_K // 4, BLOCK_N // 4)
-        total_3 = _multiply_column(left, d, total_3, BLOCK_K // 4, BLOCK_N // 4)
+        a, b, c, d = _transposed(a, b, c, d)
+        total_0 = _times(left, a, total_0, BLOCK_K // 4, BLOCK_N // 4)
+        total_1 = _times(left, b, total_1, BLOCK_K // 4, BLOCK_N // 4)
+        total_2 = _times(left, c, total_2, BLOCK_K // 4, BLOCK_N // 4)
+        total_3 = _times(left, d, total_3, BLOCK_K // 4, BLOCK_N // 4)
         x_at += BLOCK_K
         weight_at += BLOCK_K * words
     total = tl.reshape(tl.join(tl.join(total_0, total_2), tl.join(total_1, total_3)), (BLOCK_M, BLOCK_N))
@@ -137,8 +137,7 @@ _tuned = tuner_of(_gradient, TILES, ["bucket", "n", "k", "multiprocessors"])
 
 
 def reads_words(weight: Tensor) -> bool:
-    """Return whether the kernel can read a weight [n, k]: its columns are contiguous, and its rows are aligned to
-    words."""
+    """Whether the kernel can read a weight [n, k]: its columns are contiguous, and its rows are aligned to words."""
     (n, k), places = weight.shape, (weight.stride(1), weight.data_ptr())
     return weight.stride(0) == 1 and not any(each % 4 for each in (n, k, *places))
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
-from simpletune.engine.kernels.fallback import is_kernel_error
+from simpletune.engine.kernels.fallback import is_of_the_kernel
 from simpletune.system.console import say
 from simpletune.system.printable import describe_exception
 
@@ -93,13 +93,13 @@ def _blocks(tile: Tile) -> dict[str, int]:
 
 
 class _Tuner(Autotuner):
-    """A tuner that leaves out tiles that fail. Triton's own forgives only those that need too many resources."""
+    """Leaves out tiles that fail. Triton's own tuning forgives only those that need too many resources."""
 
     def _bench(self, *args: object, config: triton.Config, **meta: object) -> list[float]:
         try:
             return super()._bench(*args, config=config, **meta)
         except Exception as error:
-            if not is_kernel_error(error):
+            if not is_of_the_kernel(error):
                 raise
             _say_left_out(str(config), describe_exception(error))
             return [float("inf")] * 3
@@ -132,7 +132,7 @@ def product(
     """Compute y = (x weight^T) * x_scale * scale + bias, where x and x_scale are the quantised rows.
 
     Without ``tile``, tunes once to find the device's fastest tile for m's bucket. Buckets are powers of two, so that
-    images of many sizes share tunings. Triton's cache folder stores the timings. If every tile fails, ``SAFE_TILE``
+    pictures of many sizes share tunings. Triton's cache folder stores the timings. If every tile fails, ``SAFE_TILE``
     takes over.
     """
     x, x_scale = quantised
@@ -160,7 +160,7 @@ def run_tuned(
     given: Sequence[object],
     shape: tuple[object, ...],
 ) -> bool:
-    """Launch a kernel with its fastest tile; return False if none runs, which is logged once per shape.
+    """Launch a kernel with its fastest tile; returns False if none runs, which is logged once per shape.
 
     Args:
         tuned: the result of ``tuner_of``.
@@ -176,23 +176,20 @@ def run_tuned(
             tuned[grid](*given, enable_fp_fusion=False)
         return True
     except Exception as error:
-        if not is_kernel_error(error):
+        if not is_of_the_kernel(error):
             raise
-        say(
-            f"kernel  int8 products of {' x '.join(map(str, shape[:3]))} use the smallest tile, because no other runs "
-            f"here: {describe_exception(error)}"
-        )
+        say(f"kernel  int8 products of {' x '.join(map(str, shape[:3]))} use the smallest tile, because no other runs "
+            f"here: {describe_exception(error)}")  # fmt: skip
         _untunable.add(shape)
         return False
 
 
 def grid_of(m: int, n: int) -> Callable[[Mapping[str, int]], tuple[int]]:
-    """Return the number of programs for m rows and n columns, by the tile."""
+    """The number of programs for m rows and n columns, by the tile."""
     return lambda chosen: (triton.cdiv(m, chosen["BLOCK_M"]) * triton.cdiv(n, chosen["BLOCK_N"]),)
 
 
 @lru_cache(maxsize=8)
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 0 in Triton's interpreter."""
-    # cards of one architecture differ in it
+    """The number of multiprocessors, which distinguishes cards of one architecture; 0 in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0

@@ -24,14 +24,14 @@ WARPS = ((1024, 2), (2048, 4), (4096, 8), (LONGEST_BLOCK, 16))  # by the largest
 
 @triton.jit
 def _magnitude(value):
-    """Compute the magnitudes of numbers; NaN becomes infinity, because max ignores NaN."""
+    """The magnitudes of numbers; NaN becomes infinity, because max ignores NaN."""
     size = tl.abs(value)
     return tl.where(size < float("inf"), size, float("inf"))
 
 
 @triton.jit
 def _row_scale(top, scale, row, LEAST: tl.constexpr):
-    """Write a row's scale; return whether all of the row is finite, and the inverse of the scale."""
+    """Write a row's scale; returns whether all of the row is finite, and the inverse of the scale."""
     largest = tl.max(top, axis=0)
     finite = largest < float("inf")
     counts = finite & (largest >= LEAST)
@@ -74,7 +74,7 @@ def _rows(x, columns, q, scale, inner, k, x_outer, x_row, LEAST: tl.constexpr, B
 
 
 @triton.jit
-def _rotate(value, BLOCK: tl.constexpr, ROTATION: tl.constexpr):
+def _turned(value, BLOCK: tl.constexpr, ROTATION: tl.constexpr):
     """Rotate consecutive groups of ``ROTATION`` elements; see ``rotation.hadamard``."""
     GROUPS: tl.constexpr = BLOCK // ROTATION
     QUARTER: tl.constexpr = ROTATION // 4
@@ -99,24 +99,23 @@ def _rotated_rows(
     x += (row // inner) * x_outer + (row % inner) * x_row
     q += row * k
     at = tl.arange(0, BLOCK)
-    value = _rotate(tl.load(x + at, mask=at < k, other=0.0).to(tl.float32), BLOCK, ROTATION)
+    value = _turned(tl.load(x + at, mask=at < k, other=0.0).to(tl.float32), BLOCK, ROTATION)
     top = _magnitude(value)
     if not WHOLE:
         for start in range(BLOCK, k, BLOCK):
-            more = _rotate(tl.load(x + start + at, mask=at < k - start, other=0.0).to(tl.float32), BLOCK, ROTATION)
+            more = _turned(tl.load(x + start + at, mask=at < k - start, other=0.0).to(tl.float32), BLOCK, ROTATION)
             top = tl.maximum(top, _magnitude(more))
     finite, inverse = _row_scale(top, scale, row, LEAST)
     tl.store(q + at, _levels(value, finite, inverse), mask=at < k)
     if not WHOLE:
         for start in range(BLOCK, k, BLOCK):
-            more = _rotate(tl.load(x + start + at, mask=at < k - start, other=0.0).to(tl.float32), BLOCK, ROTATION)
+            more = _turned(tl.load(x + start + at, mask=at < k - start, other=0.0).to(tl.float32), BLOCK, ROTATION)
             tl.store(q + start + at, _levels(more, finite, inverse), mask=at < k - start)
 
 
 @triton.jit
-def _activate(x, grad, columns, at, k, TURN: tl.constexpr, BLOCK: tl.constexpr):  # fp32 [BLOCK]
-    """Compute GELU of some of a row's elements, or the gradient of x; then times columns, or rotated in groups of
-    ``TURN``."""
+def _activated(x, grad, columns, at, k, TURN: tl.constexpr, BLOCK: tl.constexpr):  # fp32 [BLOCK]
+    """GELU of some of a row's elements, or the gradient of x; then times columns, or rotated in groups of ``TURN``."""
     inside = at < k
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     square = value * value
@@ -132,7 +131,7 @@ def _activate(x, grad, columns, at, k, TURN: tl.constexpr, BLOCK: tl.constexpr):
     if columns is not None:
         result *= tl.load(columns + at, mask=inside, other=0.0)
     if TURN:
-        result = _rotate(result, BLOCK, TURN)
+        result = _turned(result, BLOCK, TURN)
     return result
 
 
@@ -147,26 +146,26 @@ def _gelu_rows(
     if grad is not None:
         grad += row * k
     at = tl.arange(0, BLOCK)
-    value = _activate(x, grad, columns, at, k, TURN, BLOCK)
+    value = _activated(x, grad, columns, at, k, TURN, BLOCK)
     top = _magnitude(value)
     if not WHOLE:
         for start in range(BLOCK, k, BLOCK):
-            top = tl.maximum(top, _magnitude(_activate(x, grad, columns, start + at, k, TURN, BLOCK)))
+            top = tl.maximum(top, _magnitude(_activated(x, grad, columns, start + at, k, TURN, BLOCK)))
     finite, inverse = _row_scale(top, scale, row, LEAST)
     tl.store(q + at, _levels(value, finite, inverse), mask=at < k)
     if not WHOLE:
         for start in range(BLOCK, k, BLOCK):
-            more = _activate(x, grad, columns, start + at, k, TURN, BLOCK)
+            more = _activated(x, grad, columns, start + at, k, TURN, BLOCK)
             tl.store(q + start + at, _levels(more, finite, inverse), mask=at < k - start)
 
 
 def warps_of(length: int) -> int:
-    """Return the warps of a program that holds this many elements."""
+    """Warps of a program that holds this many elements."""
     return next(warps for most, warps in WARPS if length <= most)
 
 
-def _lay_out(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [outer, inner, k], int8 [m, k], fp32 [m]
-    """Return the rows, without a copy if their elements are adjacent, and memory for their int8 numbers and scales."""
+def _laid_out(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [outer, inner, k], int8 [m, k], fp32 [m]
+    """Rows, without a copy if their elements are adjacent, and memory for their int8 numbers and scales."""
     k = x.shape[-1]
     parts = x if x.dim() == 3 else x.reshape(1, -1, k)
     parts = parts if parts.stride(2) == 1 else parts.contiguous()
@@ -180,7 +179,7 @@ def rows(
     least: float,
 ) -> tuple[Tensor, Tensor]:  # int8 [m, k], fp32 [m]
     """Quantise rows to int8 with one scale each; a row whose largest magnitude is less than ``least`` becomes zeros."""
-    parts, q, scale = _lay_out(x)
+    parts, q, scale = _laid_out(x)
     count, k = q.shape
     if count:
         block = min(triton.next_power_of_2(k), LONGEST_LOAD)
@@ -199,7 +198,7 @@ def rotated_rows(
     longest: int = LONGEST_BLOCK,
 ) -> tuple[Tensor, Tensor]:  # int8 [m, k], fp32 [m]
     """Quantise rotated rows like ``rows``; holds ``longest`` elements at once, a power of two, at least the block."""
-    parts, q, scale = _lay_out(x)
+    parts, q, scale = _laid_out(x)
     count, k = q.shape
     if count:
         length = min(triton.next_power_of_2(k), longest)

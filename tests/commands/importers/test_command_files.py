@@ -275,7 +275,7 @@ def test_paths_of_windows_are_those_of_this_machine(wsl: bool, tmp_path: Path, m
 
 
 def test_a_path_of_windows_that_is_left_out_is_not_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translation, "under_wsl", lambda: True)
+    monkeypatch.setattr(translation, "is_under_wsl", lambda: True)
     file = tmp_path / "run.bat"
     file.write_text(WINDOWS.rstrip() + " --console_log_file=C:\\ai\\log --other=D:\\x\n")
     lists = import_file(file).lists()

@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from object_store import BUCKET, Faults, serving, settings
 from stream_data import COUNT, copy_mds, rows_of, write_parquet
 
-from simpletune.data.storage import files as data_files
+from simpletune.data.storage import shard_files as data_files
 from simpletune.data.storage.dataset import open_rows
 from simpletune.data.storage.rows import Columns, ShardedRows
 from simpletune.data.storage.shard_files import DataFiles, split_url
