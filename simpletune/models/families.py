@@ -32,12 +32,12 @@ DENOISERS = tuple(dict.fromkeys(family.denoiser for family in FAMILIES))
 
 
 def denoiser_in(folder: Path) -> Path | None:
-    """The folder of a whole transformer or UNet inside a folder."""
+    """Return the folder of a whole denoiser inside a folder; None if there is none."""
     return next((folder / name for name in DENOISERS if (folder / name).is_dir()), None)
 
 
 def family_of(source: str) -> Family | None:
-    """The family, with its defaults, of a base: a Hub name, a folder in diffusers' layout, or a single file.
+    """Return the family, with its defaults, of a base: a Hub name, a folder in diffusers' layout, or a single file.
 
     Returns:
         None if only a download could tell, or if several families have such a part and none can train this one.
@@ -56,9 +56,9 @@ def family_of(source: str) -> Family | None:
 
 
 def family_of_config(config: ModelConfig) -> Family:
-    """The family of a denoiser's ``config.json``: of those with its class, the first that can train it, else the first.
-    A configuration without a class is of the first family, whose files have none. UserError: no family has its class.
-    """
+    """Return the family of a denoiser's ``config.json``: of those with its class, the first that can train it, else the
+    first. A configuration without a class is of the first family, whose files have none. Raises UserError if no family
+    has its class."""
     name = str(config.get("_class_name", FAMILIES[0].architecture.diffusers_class))
     fitting = [family for family in FAMILIES if family.architecture.diffusers_class == name]
     for family in fitting if len(fitting) > 1 else ():
@@ -72,18 +72,18 @@ def family_of_config(config: ModelConfig) -> Family:
 
 
 def family_by_name(source: str) -> Family | None:
-    """The family, with its defaults, that the last part of a base's name suggests (``published_as``)."""
+    """Return the family, with its defaults, that the last part of a base's name suggests (``published_as``)."""
     last = re.split(r"[/\\]", source.rstrip("/\\"))[-1]
     return next((family for family in FAMILIES if re.search(family.words.published_as, last)), None)
 
 
 def family_suggested(source: str) -> Family | None:
-    """The family that a base's name suggests, where neither its files nor a known Hub name tell it."""
+    """Return the family that a base's name suggests, where neither its files nor a known Hub name tell it."""
     return family_by_name(source) if family_of(source) is None else None
 
 
 def _may_be(family: Family, source: str, single: bool) -> bool:
-    """Whether a base has a part of the family's name, or is known by its Hub name."""
+    """Return whether a base has a part of the family's name, or is known by its Hub name."""
     try:
         if single:
             return family.files.single_file(source).has(family.denoiser)

@@ -36,19 +36,19 @@ def is_target(target: str, layer: str) -> bool:
 
 @functools.cache  # of few layers, but several times for every trained tensor
 def is_convolution(layer: str) -> bool:
-    """Whether a layer is a convolution with a kernel larger than 1x1 that can have an update."""
+    """Return whether a layer is a convolution with a kernel larger than 1x1 that can have an update."""
     return any(names.convolutions is not None and names.convolutions.search(layer) for names in LAYOUTS)
 
 
 def is_residual(layer: str) -> bool:
-    """Whether ``adapter.conv_rank`` adds a layer to every named choice of layers."""
+    """Return whether ``adapter.conv_rank`` adds a layer to every named choice of layers."""
     return any(names.residual is not None and names.residual.search(layer) for names in LAYOUTS)
 
 
 @functools.cache  # of few patterns and layers, but for every trained tensor
 def matches_layer(pattern: str, layer: str) -> bool:
-    """Whether the words of a pattern, between its dots, are consecutive words of a layer's name. A word may have ``*``
-    or be ``NUMBERS``; the first may be a short name of blocks, with which a layer's name then begins."""
+    """Return whether the words of a pattern, between its dots, are consecutive words of a layer's name. A word may have
+    ``*`` or be ``NUMBERS``; the first may be a short name of blocks, with which a layer's name then begins."""
     wanted, words = pattern.split("."), layer.split(".")
     starts = range(len(words) - len(wanted) + 1)
     if wanted[0] in SHORT:
@@ -64,16 +64,16 @@ def _fits(wanted: str, word: str) -> bool:
 
 
 def context_layers(layers: Iterable[str]) -> dict[str, bool]:
-    """The projections to keys and values among layers, in attention that reads only the picture or only the prompt, as
-    in a U-Net: whether it reads the prompt, by the layer's name."""
+    """Find the projections to keys and values in attention that reads only the picture or only the prompt, as in a
+    U-Net; return whether it reads the prompt, by the layer's name."""
     patterns = [names.contexts for names in LAYOUTS if names.contexts is not None]
     matches = ((layer, pattern.search(layer)) for layer in layers for pattern in patterns)
     return {layer: match["picture"] is None for layer, match in matches if match}
 
 
 def context_widths(shapes: Mapping[str, Shape]) -> tuple[set[int], set[int]]:
-    """The input widths of attention layers that read the prompt, and of those that read the picture, by the shapes of
-    the base model's parameters."""
+    """Return the input widths of attention layers that read the prompt, and of those that read the picture, by the
+    shapes of the base model's parameters."""
     weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
     reads = context_layers(weights)
     text, image = ({weights[layer][1] for layer, own in reads.items() if own is prompt} for prompt in (True, False))
@@ -81,8 +81,8 @@ def context_widths(shapes: Mapping[str, Shape]) -> tuple[set[int], set[int]]:
 
 
 def families_of(*groups: Layers) -> dict[tuple[LoraNames, ...], str]:
-    """The families that layers belong to, each with the first of its layers. Several in one entry share a layer's name,
-    and no layer shows which of them it is."""
+    """Return the families that layers belong to, each with the first of its layers. Several in one entry share a
+    layer's name, and no layer shows which of them it is."""
     found: dict[tuple[LoraNames, ...], str] = {}
     for layer, shape in ((layer, shape) for group in groups for layer, shape in group.items()):
         known = [names for names, layouts in LAYOUTS.items() if names.layers(layer, layouts[-1])]
@@ -95,13 +95,13 @@ def families_of(*groups: Layers) -> dict[tuple[LoraNames, ...], str]:
 
 
 def title_of(*groups: Layers) -> str:
-    """The title of the first family that has one of the layers, or of those that it may be, for messages."""
+    """Return the title of the first family that has one of the layers, or of those that it may be, for messages."""
     found = next(iter(families_of(*groups)), ())
     return " or ".join(names.title for names in found) or "an unknown model"
 
 
 def require_one(*groups: Layers) -> None:
-    """UserError: layers belong to several families."""
+    """Raise UserError if layers belong to several families."""
     found = families_of(*groups)
     if len(found) > 1:
         listed = ", ".join(f"{layer} of {' or '.join(n.title for n in names)}" for names, layer in found.items())
@@ -109,12 +109,12 @@ def require_one(*groups: Layers) -> None:
 
 
 def require_same_family(place: str, layers: Layers, base: Layers) -> None:
-    """UserError: the layers of a LoRA at a place, for the message, are not of the base's family."""
+    """Raise UserError if the layers of a LoRA at a place, for the message, are not of the base's family."""
     require_family_of(place, layers, {names for each in families_of(base) for names in each})
 
 
 def require_family_of(place: str, layers: Layers, own: Collection[LoraNames]) -> None:
-    """The same for a base of one of the families with these names; any, if there are none."""
+    """Do the same for a base of one of the families with these names; any, if there are none."""
     found = families_of(layers)
     if own and found and not any(names in own for each in found for names in each):
         title = " or ".join(names.title for names in own)
@@ -122,8 +122,8 @@ def require_family_of(place: str, layers: Layers, own: Collection[LoraNames]) ->
 
 
 def names_of(layers: Layers) -> LoraNames:
-    """The LoRA names of the family that layers belong to; of the first, if it may be several, whose files all tools
-    read for the others, too. UserError: they belong to none, or to families that share no names."""
+    """Return the LoRA names of the family that layers belong to; of the first, if it may be several, whose files all
+    tools read for the others, too. Raises UserError if they belong to none, or to families that share no names."""
     require_one(layers)
     for fitting in families_of(layers):
         return fitting[0]
@@ -132,24 +132,24 @@ def names_of(layers: Layers) -> LoraNames:
 
 
 def family_of_names(names: LoraNames) -> Family:
-    """The family whose LoRA files have these names."""
+    """Return the family whose LoRA files have these names."""
     return next(family for family in FAMILIES if family.lora[0].names is names)
 
 
 def factor_layout(layouts: Sequence[Layout]) -> Layout:
-    """The layout of files of LoKr and LoHa: that of a run's result, or LyCORIS's if that one is for PEFT's factors."""
+    """Return the layout of LoKr and LoHa files: that of a run's result, or LyCORIS's if that is for PEFT's factors."""
     lycoris = (layout for layout in layouts if layout.name == "lycoris")
     return next(lycoris, layouts[0]) if layouts[0].peft else layouts[0]
 
 
 def suited_layouts(model: nn.Module) -> list[Layout]:
-    """The layouts of a model's family, but for those of original names that would differ from the published models'."""
+    """Return the layouts of a model's family, without original names that would differ from the published models'."""
     config = {**getattr(model, "config", {}), "_class_name": type(model).__name__}
     return [each for each in family_of_config(config).lora if not each.original or each.names.suits(config)]
 
 
 def result_layout(model: nn.Module, name: str | None = None) -> Layout:
-    """The suited layout of that name if the model's family has it, else that of a run's result, which most tools
+    """Return the suited layout of that name if the model's family has it, else that of a run's result, which most tools
     read."""
     layouts = suited_layouts(model)
     return next((layout for layout in layouts if layout.name == name), layouts[0])

@@ -28,26 +28,26 @@ BUNDLED = "bundle_emb."
 
 
 def is_text(layer: str) -> bool:
-    """Whether a layer is a text encoder's, by its name in this package."""
+    """Return whether a layer is a text encoder's, by its name in this package."""
     return layer.partition(".")[0] in FOLDERS
 
 
 def encoder_of(layer: str) -> tuple[str, str]:
-    """A text layer's encoder, and its name in it."""
+    """Return a text layer's encoder, and its name in it."""
     encoder, _, name = layer.partition(".")
     return encoder, name
 
 
 def encoder_with(layer: str, encoders: Iterable[LoraEncoder] = ()) -> LoraEncoder:
-    """The text encoder that a text layer is of: of these, a family's, or else the first known one. Its folder alone
-    does not tell: in another family, it may hold another encoder."""
+    """Return the text encoder that a text layer is of: of these, a family's, or else the first known one. Its folder
+    alone does not tell: in another family, it may hold another encoder."""
     folder, name = encoder_of(layer)
     return next(each for each in (*encoders, *ENCODERS) if each.folder == folder and each.layer(name))
 
 
 def text_layer(module: str) -> str | None:
-    """This package's name for a module (a key without its role) in a file of any layout; None if no text encoder has
-    such a layer."""
+    """Return this package's name for a module (a key without its role) in a file of any layout; None if no text encoder
+    has such a layer."""
     for encoder in ENCODERS:
         if (match := encoder.prefix.match(module)) and (inner := encoder.layer(module[match.end() :])):
             return f"{encoder.folder}.{inner}"
@@ -55,7 +55,7 @@ def text_layer(module: str) -> str | None:
 
 
 def text_key(layer: str, role: str, layout: str, single: bool = False, encoders: Iterable[LoraEncoder] = ()) -> str:
-    """The key of a text layer's tensor in a file; ``role`` is as for ``Layout.key``. ``single``: the model has
+    """Return the key of a text layer's tensor in a file; ``role`` is as for ``Layout.key``. ``single``: the model has
     one text encoder, whose keys kohya's scripts do not number. ``encoders``: the family's, if it is known."""
     name = encoder_of(layer)[1]
     encoder = encoder_with(layer, (*encoders, *(each for each in ENCODERS if single and not each.kohya)))
@@ -74,7 +74,7 @@ Value = TypeVar("Value")
 
 
 def style_of(key: str) -> str:
-    """The layout of a text encoder's key: ``diffusers``, ``kohya`` or ``comfy``."""
+    """Return the layout of a text encoder's key: ``diffusers``, ``kohya`` or ``comfy``."""
     if key.startswith("lora_te"):
         return "kohya"
     return "diffusers" if key.startswith("text_encoder") and not key.startswith("text_encoders.") else "comfy"
@@ -87,12 +87,12 @@ def split_text(updates: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str
 
 
 def layers_by_title(layers: Iterable[str], encoders: Iterable[LoraEncoder] = ()) -> dict[str, int]:
-    """How many of these layers each text encoder has, by its title; ``encoders`` as for ``encoder_with``."""
+    """Count how many of these layers each text encoder has, by its title; ``encoders`` as for ``encoder_with``."""
     known = (*encoders, *ENCODERS)
     found = Counter(encoder_with(layer, known) for layer in layers)
     return {each.title: found[each] for each in sorted(found, key=known.index)}
 
 
 def encoders_in(layers: Iterable[str], encoders: Iterable[LoraEncoder] = ()) -> str:
-    """The text encoders that have these layers, in words: ``CLIP-L and CLIP-G``."""
+    """Name the text encoders that have these layers: ``CLIP-L and CLIP-G``."""
     return " and ".join(layers_by_title(layers, encoders))

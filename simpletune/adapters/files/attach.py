@@ -55,13 +55,13 @@ SCALED = {"lokr_w1", "lokr_w1_a", "hada_w1_a"}
 
 
 def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
-    """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x, or LoKr, LoHa.
+    """Add LoRAs to a denoiser in place and activate all of them: y = W x + sum of scale_n B_n A_n x, or LoKr, LoHa.
 
     Updates of text encoders are applied when prompts are encoded (``runs.text_side``). Hypernetworks replace x by
     h_n(... h_1(x)) at their strengths.
 
     Args:
-        model: the transformer, quantised or not, without adapters.
+        model: the denoiser, quantised or not, without adapters.
         loras: files in any layout (diffusers', kohya's, ComfyUI's, ...) with their strengths.
 
     Returns:
@@ -140,7 +140,7 @@ def decomposed_layer(update: DoraUpdate, base: nn.Module, adapter: str) -> Decom
 
 
 def factors_of(update: Update, inputs: int) -> dict[str, Tensor]:
-    """The fp32 factors of the layer that wraps another of this many inputs with an update of LoKr, LoHa or OFT."""
+    """Return the fp32 factors of the layer that wraps one of this many inputs with an update of LoKr, LoHa or OFT."""
     if isinstance(update, OftUpdate):
         return {"oft_triangle": update.triangle(inputs)}
     assert isinstance(update, LokrUpdate | LohaUpdate)
@@ -160,24 +160,24 @@ def set_magnitude(layer: DoraLayer, update: DoraUpdate) -> None:
 
 
 def holds_hypernetwork(file: Path) -> bool:
-    """Whether a file is a hypernetwork rather than a LoRA. UserError: it is damaged, or no safetensors file."""
+    """Return whether a file is a hypernetwork, not a LoRA. Raises UserError if it is damaged or no safetensors file."""
     require_safetensors(file)
     return is_hypernetwork(read_header(file))
 
 
 def require_layers(place: str, updates: Updates, model: nn.Module, version: str = "") -> None:
-    """Check that a model has every layer of the LoRA at a place, with the same shape. ``version``: what the LoRA is for
-    within its family, for messages."""
+    """Check that a model has every layer of a LoRA, with the same shape. Raises UserError if not."""
     require_shapes(place, updates, base_shapes(model), version)
 
 
 def base_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the weights of a model's layers by their names without wrapping layers."""
+    """Return the shapes of the weights of a model's layers by their names without wrapping layers."""
     return {name.replace(".base_layer", ""): shape for name, shape in layer_shapes(model).items()}
 
 
 def require_shapes(place: str, updates: Updates, shapes: Shapes, version: str = "") -> None:
-    """The same for a model whose layers have these names and shapes."""
+    """Check that a model with these layers and shapes has every layer of the LoRA at a place. ``version``: what the
+    LoRA is for within its family, for messages. Raises UserError if a layer is missing or has another shape."""
     require_same_family(place, {name: update.shape for name, update in updates.items()}, shapes)
     lost = [name for name in updates if name not in shapes]
     if lost:
@@ -228,7 +228,7 @@ def fold_lora(model: nn.Module) -> None:
 
 
 def _merged(layer: nn.Module, weight: Tensor) -> Tensor:
-    """The fp32 weight of the innermost layer with the updates of all layers that wrap it, inner ones first."""
+    """Return the fp32 weight of the innermost layer with the updates of all layers that wrap it, inner ones first."""
     if isinstance(layer, UpdateLayer):
         return layer.merge(_merged(layer.base_layer, weight))
     if isinstance(layer, LoraLayer):

@@ -86,8 +86,8 @@ class BaseReader:
         return self.tensors.get(name)
 
     def others(self) -> dict[str, Path]:
-        """The folders of the pipeline's parts that a written single file holds beside the denoiser, by name; none for
-        other bases. Downloads those of a Hub name."""
+        """Return the folders of the pipeline's parts that a written single file holds beside the denoiser, by name;
+        none for other bases. Downloads those of a Hub name."""
         layout, part = self.family.files.layout, self.part
         if layout is None or layout.others is None:
             return {}
@@ -103,15 +103,15 @@ class BaseReader:
         return {name: folder for name, folder in folders.items() if folder.is_dir()}
 
     def marks(self) -> list[str] | None:
-        """The empty tensors that say in a written single file how the model was trained; None: those of the single file
-        that it comes from."""
+        """Return the empty tensors that say in a written single file how the model was trained; None: those of the
+        single file that it comes from."""
         known, layout = self.scheduler(), self.family.files.layout
         if known is None or layout is None:
             return None
         return [mark for mark, settings in layout.marks.items() if settings.items() <= known.items()]
 
     def scheduler(self) -> ModelConfig | None:
-        """The configuration of its scheduler, empty if it has none; None: that of the single file that it comes
+        """Return the configuration of its scheduler, empty if it has none; None: that of the single file that it comes
         from."""
         part = self.part
         if self._scheduler is not None:
@@ -124,7 +124,7 @@ class BaseReader:
         return Part("scheduler", folder).config() if folder is not None and folder.is_dir() else {}
 
     def weight_shapes(self) -> dict[str, Shape]:
-        """The shapes of the weights of every linear layer and convolution, by layer."""
+        """Return the shapes of the weights of every linear layer and convolution, by layer."""
         return weight_shapes(self.shapes)
 
     def save_config(self, folder: Path) -> None:
@@ -176,11 +176,7 @@ class QuantisedBaseReader:
 
 
 def locate_denoiser(name: str) -> tuple[Family, Part]:
-    """Locate the denoiser of a checkpoint, and find its family.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Locate the denoiser of a checkpoint, and find its family. Raises UserError if there is none."""
     from simpletune.data.demo import resolve
 
     path = Path(name)

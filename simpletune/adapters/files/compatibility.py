@@ -49,7 +49,8 @@ class ToolSupport:
 
 
 def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> list[ToolSupport]:
-    """How each tool loads a LoRA of a known family; for other models, only why simpletune refuses it (``refusal``)."""
+    """Return how each tool loads a LoRA of a known family; for other models, only why simpletune refuses it
+    (``refusal``)."""
     own = ToolSupport(SIMPLETUNE, "refuses", [refusal]) if refusal else ToolSupport(SIMPLETUNE, "yes")
     names = next(iter(header.family.names), None)  # families that share a file's names share its rows
     if names is None and header.family.model != TEXT_ALONE:
@@ -71,8 +72,8 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
 
 
 def _of_wrapped(tool: str, header: LoraHeader, names: LoraNames) -> tuple[ToolSupport, list[Module]] | None:
-    """How a tool loads a file with words of wrappers in its names, none of which it knows, or with names of no layer:
-    diffusers by runs of 0.42.1, the others by their sources. None: it is neither."""
+    """Return how a tool loads a file with words of wrappers in its names, none of which it knows, or with names of no
+    layer: diffusers by runs of 0.42.1, the others by their sources. None: it is neither."""
     known = (adapter_words("default"),) if tool == COMFYUI else ()
     if header.layout is not None and not any(module.layers for module in header.modules.values()):
         return ToolSupport(tool, "silently nothing", ["knows none of its names"]), []
@@ -99,7 +100,7 @@ def _count_unknown(verdict: ToolSupport, header: LoraHeader, dropped: Sequence[M
 
 
 def _of_denoiser(tool: str, header: LoraHeader, names: LoraNames) -> tuple[ToolSupport, list[Module]]:
-    """How a tool loads the updates of the denoiser, by the first row of the family that fits, and which it drops."""
+    """Return how a tool loads the denoiser's updates, by the first row of the family that fits, and which it drops."""
     if not names.verdicts:
         return ToolSupport(tool, "untested", [f"how it reads LoRAs for {names.title} is not known"]), []
     said = {fact: words for fact, say in FACTS.items() if (words := say(header)) is not None}
@@ -127,7 +128,7 @@ def _scales(header: LoraHeader) -> str | None:
 
 
 def _ignored_scales(header: LoraHeader) -> str | None:
-    """Scales that a tool applies as 1 if it does not read the header's settings."""
+    """Format the scales that a tool applies as 1 if it does not read the header's settings."""
     if header.settings is None:
         return None
     alone = (module for module in header.modules.values() if module.alpha is None and module.layers)
@@ -214,8 +215,8 @@ def _add_text(verdict: ToolSupport, header: LoraHeader, names: LoraNames | None)
 
 
 def embedding_verdicts(keys: Keys, file: str, family: str = "") -> list[ToolSupport]:
-    """How each tool reads a token's vectors in a file of this name, by their keys; ``family``: of the model, such as
-    ``sd3``; empty if unknown."""
+    """Return how each tool reads a token's vectors in a file of this name, by their keys; ``family``: of the model,
+    such as ``sd3``; empty if unknown."""
     own = ToolSupport(SIMPLETUNE, "yes", [f"write {keys.token} into the prompt"])
     if keys.place == "output":
         note = "knows no outputs of text encoders"

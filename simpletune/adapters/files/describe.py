@@ -61,11 +61,8 @@ def find_weight_file(path: Path) -> Path:
 
 def describe(file: Path, values: bool = True) -> Json:
     """Describe a safetensors file as plain data for JSON; ``kind`` is ``lora``, ``embeddings``, ``hypernetwork`` or
-    ``model``. ``values``: scan a LoRA's values for NaN and for zero factors.
-
-    Raises:
-        UserError: the file is damaged, empty, or a pickle file, which is never opened.
-    """
+    ``model``. ``values``: scan a LoRA's values for NaN and for zero factors. Raises UserError if the file is damaged,
+    empty, or a pickle file, which is never opened."""
     header = LoraHeader(file)
     require_tensors(header)
     about = {"file": str(file), "bytes": file.stat().st_size, "tensors": len(header.names)}
@@ -141,7 +138,7 @@ def _scan_values(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, tu
 
 
 def _numbers(file: Path, entry: TensorEntry) -> NDArray[np.float64]:
-    """A floating-point tensor of a file."""
+    """Read a floating-point tensor of a file."""
     import numpy as np
 
     data, kind = tensor_bytes(file, entry), entry["dtype"]
@@ -156,7 +153,7 @@ def _numbers(file: Path, entry: TensorEntry) -> NDArray[np.float64]:
 
 
 def _row_norms(file: Path, entry: TensorEntry) -> list[float]:
-    """The Euclidean norm of each row of a tensor; one norm for a vector."""
+    """Compute the Euclidean norm of each row of a tensor; one norm for a vector."""
     import numpy as np
 
     rows = _numbers(file, entry).reshape(-1, entry["shape"][-1])
@@ -164,8 +161,8 @@ def _row_norms(file: Path, entry: TensorEntry) -> list[float]:
 
 
 def oft_strengths(header: LoraHeader) -> Json | None:
-    """How strong OFT's rotations are where ComfyUI limits them more than the trainer did: ||B - B^T||, which both limit
-    by alpha, by module; None: nowhere."""
+    """Measure OFT's rotations where ComfyUI limits them more than the trainer did: ||B - B^T||, which both limit by
+    alpha, by module; None: nowhere."""
     import numpy as np
 
     found = {}
@@ -182,7 +179,7 @@ def oft_strengths(header: LoraHeader) -> Json | None:
 
 
 def format_strengths(strengths: Json) -> str:
-    """``oft_strengths`` in words."""
+    """Format ``oft_strengths`` as a sentence."""
     trained, comfy = ([each[by] for each in strengths.values()] for by in ("trained", "ComfyUI"))
     factors = [one / other for one, other in zip(trained, comfy, strict=True)]
     return (

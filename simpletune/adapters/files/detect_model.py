@@ -48,12 +48,12 @@ class Detected(NamedTuple):
 
 
 def models_of_text_width(width: int) -> dict[LoraNames, str]:
-    """The published models whose U-Net reads text of a width, by their family's names."""
+    """Return the published models whose U-Net reads text of a width, by their family's names."""
     return {names: names.by_text_width[width] for names in UNET_NAMES if width in names.by_text_width}
 
 
 def other_methods(names: list[str]) -> dict[str, list[str]]:
-    """Methods other than plain LoRA, with the keys that identify them."""
+    """Find the methods other than plain LoRA, with the keys that identify them."""
     found: dict[str, list[str]] = {}
     for pattern, method in OTHER_METHODS:
         if keys := [name for name in names if re.search(pattern, name)]:
@@ -62,7 +62,7 @@ def other_methods(names: list[str]) -> dict[str, list[str]]:
 
 
 def is_lora(names: list[str]) -> bool:
-    """Whether a file contains updates, for any model and by any method, rather than a model."""
+    """Return whether a file contains updates, for any model and by any method, rather than a model."""
     factors = [name for name in names if (split := split_key(name)) and split[1] != "alpha"]
     telling = [keys for method, keys in other_methods(names).items() if "LoRA of" not in method]
     return bool(factors) or any(2 * len(keys) >= len(names) for keys in telling)
@@ -73,7 +73,7 @@ def family_of_lora(
     layers: Mapping[str, tuple[int, int]] = {},
     metadata: Mapping[str, str] = {},
 ) -> Detected:
-    """The model that a LoRA is for.
+    """Determine the model that a LoRA is for.
 
     Args:
         shapes: of the file's tensors, by key.
@@ -134,5 +134,5 @@ def _unet(shapes: Mapping[str, tuple[int, ...]], key: str, metadata: Mapping[str
 
 
 def some_unet(models: Iterable[str]) -> str:
-    """A U-Net that may be of several models, or of none."""
+    """Describe a U-Net that may be of several models, or of none."""
     return f"a U-Net ({' or '.join(models)})" if models else "a U-Net"

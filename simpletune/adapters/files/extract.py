@@ -60,10 +60,8 @@ def extract(
     ``conv_rank`` for larger convolutions that can have an update.
 
     ``rank`` and ``conv_rank`` are the largest rank of a layer, ``energy`` the fraction of squared singular values to
-    keep in each. Calls ``done`` after each tensor.
-
-    Raises:
-        UserError: the checkpoints have different architectures, or do not differ.
+    keep in each. Calls ``done`` after each tensor. Raises UserError if the checkpoints have different architectures, or
+    do not differ.
     """
     _require_same(base, tuned)
     found = ExtractionResult()

@@ -15,7 +15,7 @@ from simpletune.adapters.methods.formulas import full_factor
 
 
 def _svd(update: Update) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]; m <= r
-    """U, S, V^T of an update, without forming [o, i].
+    """Compute U, S, V^T of an update, without forming [o, i].
 
     up = Q1 R1, down^T = Q2 R2, so up @ down = Q1 (R1 R2^T) Q2^T, and the middle factor is at most r x r. Those of LoKr
     are Kronecker products of its factors' in descending order.
@@ -41,14 +41,14 @@ def truncate(
     vt: Tensor,  # [m, i]
     rank: int,
 ) -> LoraUpdate:
-    """The best fp32 update of a given rank (Eckart and Young 1936), with sqrt(S) in each factor."""
+    """Return the best fp32 update of a given rank (Eckart and Young 1936), with sqrt(S) in each factor."""
     root = s[:rank].sqrt()
     return LoraUpdate((root[:, None] * vt[:rank]).float().contiguous(), (u[:, :rank] * root).float().contiguous())
 
 
 def rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
-    """How many singular values in descending order to keep, at least 1: at most ``rank``, and the fewest whose squares
-    sum to the fraction ``energy`` of all squares."""
+    """Return how many singular values in descending order to keep, at least 1: at most ``rank``, and the fewest whose
+    squares sum to the fraction ``energy`` of all squares."""
     kept = int((s > s[0] * torch.finfo(s.dtype).eps * len(s)).sum()) if len(s) else 1
     if energy is not None:
         share = s.double().square().cumsum(0) / s.double().square().sum().clamp_min(1e-300)
@@ -59,8 +59,8 @@ def rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
 def resize_all(
     updates: Updates, rank: int | None, energy: float | None, conv_rank: int | None = None
 ) -> tuple[dict[str, LoraUpdate], float]:
-    """``resize_update`` for every layer; also the residual's Frobenius norm relative to the updates. ``conv_rank``: of
-    convolutions larger than 1x1; None: as the others."""
+    """Resize every layer's update (``resize_update``); also return the residual's Frobenius norm relative to the
+    updates. ``conv_rank``: of convolutions larger than 1x1; None: as the others."""
     ranks = {layer: conv_rank if conv_rank and update.is_spatial else rank for layer, update in updates.items()}
     changed = {layer: resize_update(update, ranks[layer], energy) for layer, update in updates.items()}
     whole = sum(float(update.delta().double().square().sum()) for update in updates.values())

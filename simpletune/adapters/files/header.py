@@ -190,14 +190,14 @@ class LoraHeader:
         return family_of_lora({self.plain[key].key: shape for key, shape in self.shapes.items()}, sides, self.metadata)
 
     def size(self, module: Module) -> UpdateShape | None:
-        """The size of a module's update; None if factors are missing or do not match."""
+        """Return the size of a module's update; None if factors are missing or do not match."""
         if not is_whole(module.keys):
             return None
         return update_shape({role: self.shapes[key] for role, key in module.factors.items()})
 
     def rank(self, module: Module) -> int | None:
-        """What to divide alpha by: for LoRA the rows of its first factor; 0 if the shapes do not tell. None: ignore
-        alpha."""
+        """Return what to divide alpha by: for LoRA the rows of its first factor; 0 if the shapes do not tell, None to
+        ignore alpha."""
         if module.kind in (LORA, DORA) and DOWN in module.keys:
             return (self.shapes[module.keys[DOWN]] or (0,))[0]
         size = self.size(module)
@@ -221,7 +221,7 @@ class LoraHeader:
         return None
 
     def scale(self, module: Module) -> float:
-        """The scale of a module: its own alpha / rank, otherwise the header's, otherwise 1."""
+        """Return the scale of a module: its own alpha / rank, otherwise the header's, otherwise 1."""
         rank = self.rank(module)
         if module.alpha is not None and rank is None:
             return 1.0
@@ -230,7 +230,7 @@ class LoraHeader:
         return self.header_scale(module)
 
     def oft_limit(self, module: Module) -> float | None:
-        """The largest ||B - B^T|| of OFT by its alpha; None: no limit.
+        """Return the largest ||B - B^T|| of OFT by its alpha; None: no limit.
 
         sd-scripts (networks/oft.py) and LyCORIS (diag_oft) limit it to alpha x outputs. ComfyUI trains and applies it
         with alpha alone, and writes its own names without sd-scripts' fields.
@@ -242,7 +242,7 @@ class LoraHeader:
         return module.alpha * (1 if of_comfyui or size is None else size.outputs)
 
     def is_by_input(self, module: Module) -> bool:
-        """Whether DoRA's magnitudes in a module are of its inputs."""
+        """Return whether DoRA's magnitudes in a module are of its inputs."""
         size = self.size(module)
         return (
             module.kind in DECOMPOSED.values()
@@ -252,7 +252,7 @@ class LoraHeader:
         )
 
     def header_scale(self, module: Module) -> float:
-        """The scale that PEFT derives from the header's settings; 1 without settings."""
+        """Return the scale that PEFT derives from the header's settings; 1 without settings."""
         layer, settings = module.layers[0] if module.layers else module.name, self.settings
         if settings is None:
             return 1.0
@@ -301,7 +301,7 @@ def _valid_settings(found: object, where: str) -> Json:
 
 
 def _by_pattern(patterns: Mapping[str, float] | None, layer: str, default: float | None) -> float | None:
-    """PEFT's rule: the value of the first pattern that matches the end of a layer's name."""
+    """Return the value of the first pattern that matches the end of a layer's name, as PEFT does."""
     for pattern, value in (patterns or {}).items():
         if len(pattern) > LONGEST_PATTERN or len(re.findall(r"[*+?{]", pattern)) > 4 or re.search(r"\)[*+?{]", pattern):
             raise UserError(
@@ -318,7 +318,7 @@ def _by_pattern(patterns: Mapping[str, float] | None, layer: str, default: float
 
 
 def not_read(header: LoraHeader) -> list[str]:
-    """What stands in a file's names that reading leaves out, in words."""
+    """List what stands in a file's names that reading leaves out."""
     return [*header.removed, *map(adapter_words, header.adapters)]
 
 
@@ -341,12 +341,8 @@ def require_family(header: LoraHeader) -> None:
 
 
 def open_lora(file: Path) -> LoraHeader:
-    """Open a LoRA for the denoiser of a known family and check everything that its header shows.
-
-    Raises:
-        UserError: the file is not a LoRA, is for another model or method, is incomplete, or has keys that match no
-            layer.
-    """
+    """Open a LoRA for the denoiser of a known family and check everything that its header shows. Raises UserError if
+    the file is not a LoRA, is for another model or method, is incomplete, or has keys that match no layer."""
     header = LoraHeader(file)
     require_tensors(header)
     if is_hypernetwork(header.names):
@@ -450,11 +446,11 @@ def _require_shapes(header: LoraHeader) -> None:
 
 
 def unknown_kind(header: LoraHeader) -> str:
-    """What a file is that is neither a known model nor a LoRA of a known method: its names, and what they are like."""
+    """Describe a file that is neither a known model nor a LoRA of a known method: its names, and what they are like."""
     like = resemblance(dict.fromkeys(key.rpartition(".")[0] for key in header.names))
     return f"an {like.words} (it contains {', '.join(header.names[:4])})"
 
 
 def natural_sort_key(name: str) -> list[tuple[int, int, str]]:
-    """A sort key that puts block 2 before block 10."""
+    """Return a sort key that puts block 2 before block 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

@@ -120,7 +120,7 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 
 def layout_of(modules: list[str], model: str = "", families: Collection[LoraNames] = ()) -> Layout | None:
-    """The layout of modules (with prefixes); None if they have no common layout.
+    """Return the layout of modules (with prefixes); None if they have no common layout.
 
     Families share prefixes and names, so this is the layout with the prefix that knows most of the modules; of several,
     that of the family of ``model``, then one of ``families``, then the one of a family's results.
@@ -160,14 +160,14 @@ class UpdateShape(NamedTuple):
 
 
 def module_kind(roles: Collection[str]) -> str:
-    """The kind of a module with these roles; LoRA if they do not tell."""
+    """Return the kind of a module with these roles; LoRA if they do not tell."""
     telling = {LOKR: LOKR_ROLES, LOHA: LOHA_ROLES, OFT: (OFT_BLOCKS,)}
     kind = next((kind for kind, own in telling.items() if any(role in own for role in roles)), LORA)
     return DECOMPOSED.get(kind, kind) if any(role in DORA_ROLES for role in roles) else kind
 
 
 def is_whole(roles: Collection[str]) -> bool:
-    """Whether a module has every factor of its kind, and none of another."""
+    """Return whether a module has every factor of its kind, and none of another."""
     found, kind = set(roles) - {ALPHA}, module_kind(roles)
     if any(not {f"{matrix}_a", f"{matrix}_b"} <= found for core, matrix in CORES.items() if core in found):
         return False
@@ -184,7 +184,7 @@ def is_whole(roles: Collection[str]) -> bool:
 
 
 def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
-    """The size of a complete module's update, from the shapes of its factors by role; None if they do not match."""
+    """Return the size of a complete module's update, from its factors' shapes by role; None if they do not match."""
     if OFT_BLOCKS in shapes:  # do not tell the inputs, which are set to the outputs
         blocks = shapes[OFT_BLOCKS]
         if len(blocks) != 3 or blocks[1] != blocks[2] or 0 in blocks:
@@ -217,7 +217,7 @@ def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
 
 
 def _without_cores(shapes: Mapping[str, Shape]) -> Mapping[str, Shape] | None:
-    """The shapes of the factors that ``plain_factors`` makes of these; None if a core does not match its factors."""
+    """Return the shapes of the factors that ``plain_factors`` makes of these; None if a core does not match them."""
     found = {role: shape for role, shape in shapes.items() if role != MID and role not in CORES}
     for core in shapes.keys() - found.keys():
         matrix = CORES.get(core)
@@ -236,14 +236,14 @@ def _without_cores(shapes: Mapping[str, Shape]) -> Mapping[str, Shape] | None:
 
 
 def is_by_output(role: str, shape: Shape, outputs: int) -> bool:
-    """Whether DoRA's magnitude is one per output: [o], [o, 1], [o, 1, 1, 1], or PEFT's [1, o, 1, 1]."""
+    """Return whether DoRA's magnitude is one per output: [o], [o, 1], [o, 1, 1, 1], or PEFT's [1, o, 1, 1]."""
     if role == MAGNITUDE and shape == (1, outputs, 1, 1):
         return True
     return shape[:1] == (outputs,) and all(side == 1 for side in shape[1:])
 
 
 def is_by_input(shape: Shape, inputs: int, channels: int | None = None) -> bool:
-    """Whether DoRA's magnitude is one per input channel: [1, i] or [1, i, 1, 1]; ``inputs``: i kh kw."""
+    """Return whether DoRA's magnitude is one per input channel: [1, i] or [1, i, 1, 1]; ``inputs``: i kh kw."""
     if len(shape) < 2 or shape[0] != 1 or any(side != 1 for side in shape[2:]):
         return False
     return shape[1] == channels if channels is not None else shape[1] > 0 and inputs % shape[1] == 0

@@ -74,7 +74,7 @@ class Merger:
         return set(self.base.shapes)
 
     def kind(self, name: str) -> str:
-        """The type of a tensor in the output, by safetensors' name."""
+        """Return the type of a tensor in the output, by safetensors' name."""
         return KINDS[FLOATS[self._dtype]] if self._dtype else self.base.kinds[name]
 
     def get(self, name: str) -> Tensor:
@@ -86,7 +86,7 @@ class Merger:
         return self._merged(layer, tensor, dtype)
 
     def _merged(self, layer: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A layer's weight with its updates, in its output type."""
+        """Return a layer's weight with its updates, in its output type."""
         exact = tensor.float()
         delta = torch.zeros_like(exact)
         for updates, strength in self._loras:
@@ -140,12 +140,9 @@ class Merger:
                     done()
 
     def write_file(self, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> None:
-        """Write one file in the original layout, with the other tensors and the metadata of a single-file base, and
-        the other parts in folders if their original names are known. Calls ``done`` after each tensor.
-
-        Raises:
-            UserError: the family has no single files, or readers would take this one for a model with another target.
-        """
+        """Write one file in the original layout, with the other tensors and the metadata of a single-file base, and the
+        other parts in folders if their original names are known. Calls ``done`` after each tensor. Raises UserError if
+        the family has no single files, or readers would take this one for a model with another target."""
         base, layout = self.base, self.base.family.files.layout
         if layout is None:
             raise UserError(f"{file}: {base.family.words.title} models have no single files. Give --out a folder")
@@ -205,19 +202,16 @@ class Merger:
                     writer.write_bytes(name, tensor_bytes(base.rest, entry))
 
     def _of_part(self, part: FolderPart, text: Mapping[str, Pieces], name: str) -> Tensor:
-        """One tensor of another part, with the updates of its layer."""
+        """Return one tensor of another part, with the updates of its layer."""
         tensor, pieces = part.reader.get(name), text.get(part.layer_weight(name))
         return tensor if pieces is None else self._merged_original(pieces, part.header[name]["dtype"], tensor)
 
     def _text_weights(
         self, layout: FileLayout, others: Mapping[str, TensorEntry], beside: Sequence[FolderPart]
     ) -> dict[str, Pieces]:
-        """The updated layers of text encoders by the names of the tensors with their weights: in a single file, whose
-        names are transformers' or the original ones, or of ``layer_weight``.
-
-        Raises:
-            UserError: the base lacks one.
-        """
+        """Return the updated layers of text encoders by the names of the tensors with their weights: in a single file,
+        whose names are transformers' or the original ones, or of ``layer_weight``. Raises UserError if the base lacks
+        one."""
         lost = []
         others = {**others, **{part.layer_weight(name): part.header[name] for part in beside for name in part.header}}
         found: dict[str, list[tuple[str, Origin]]] = {}
@@ -274,7 +268,8 @@ class FolderPart:
         }
 
     def layer_weight(self, name: str) -> str:
-        """A text encoder's tensor as ``encoder_of`` names layers, whether or not the file has transformers' prefix."""
+        """Name a text encoder's tensor as ``encoder_of`` names layers, with or without transformers' prefix in the
+        file."""
         inner = name.removeprefix("text_model.")
         return f"{self.name}.{inner if inner.startswith('text_projection.') else f'text_model.{inner}'}"
 
@@ -296,7 +291,7 @@ def _original_shape(pieces: Pieces, shapes: Mapping[str, tuple[int, ...]]) -> tu
 
 
 def _original_tensor(pieces: Pieces, get: Callable[[str], Tensor]) -> Tensor:
-    """The original tensor, from those in diffusers' layout."""
+    """Return the original tensor, from those in diffusers' layout."""
     whole, origin = torch.cat([get(name) for name, _ in pieces]), pieces[0][1]
     whole = whole[:, :, None, None] if origin.pointwise else whole.T if origin.transposed else whole
     return swap_halves(whole) if origin.swapped and len(pieces) == 1 else whole

@@ -68,7 +68,7 @@ def read_lora(file: Path | LoraHeader) -> dict[str, Update]:
 
 
 def _update(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -> Update:
-    """The update of a module, which may be a fused q, k, v."""
+    """Return the update of a module, which may be a fused q, k, v."""
     scale = header.scale(module)
     if module.kind == OFT:
         blocks = factors[OFT_BLOCKS]
@@ -97,13 +97,13 @@ def _update(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -
 
 
 def _kernel(factors: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """The kernel that factors show by their dimensions: the largest; () if none does."""
+    """Return the kernel that factors show by their dimensions: the largest; () if none does."""
     found = [tuple(factor.shape[2:]) for role, factor in factors.items() if factor.ndim == 4 and role not in DORA_ROLES]
     return max(found, key=math.prod, default=())
 
 
 def plain_factors(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The factors of an update without the cores of the Tucker form (``files.keys``), which the inner factors absorb
+    """Return an update's factors without the cores of the Tucker form (``files.keys``), which the inner factors absorb
     in fp32."""
     found = {role: factor for role, factor in factors.items() if role != MID and role not in CORES}
     for role, core in factors.items():
@@ -121,8 +121,8 @@ def plain_factors(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _magnitudes(
     header: LoraHeader, module: Module, factors: Mapping[str, Tensor], shape: tuple[int, int]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``DoraUpdate``'s magnitude and relative magnitude. Prefers PEFT's key; ``dora_scale`` has the magnitude, too,
-    unless the header marks it as made for ComfyUI."""
+    """Return ``DoraUpdate``'s magnitude and relative magnitude. Prefers PEFT's key; ``dora_scale`` has the magnitude,
+    too, unless the header marks it as made for ComfyUI."""
     vectors = {role: factors[role].flatten().float() for role in DORA_ROLES if role in factors}
     scale, layout = vectors.get(DORA_SCALE), header.layout
     if not DORA_MARK.items() <= header.metadata.items():

@@ -35,7 +35,7 @@ class Resemblance(NamedTuple):
     """The layout that knows the names without it."""
 
     def remedy(self, file: Path) -> str:
-        """How to get a file that is read."""
+        """Say how to get a file that is read."""
         assert self.layout is not None
         out = file.with_name(f"{file.stem}-renamed.safetensors")
         command = quote_command("python", "-c", RENAME, file, out, self.cut, self.layout.prefix)
@@ -43,8 +43,8 @@ class Resemblance(NamedTuple):
 
 
 def resemblance(modules: Iterable[str], families: Collection[LoraNames] = ()) -> Resemblance:
-    """What names of modules are like: those of a layout behind another prefix, or else the family that has most of
-    their words, if it has half of them. ``families``: the only ones to compare with; none: all."""
+    """Return what names of modules are like: those of a layout behind another prefix, or else the family that has most
+    of their words, if it has half of them. ``families``: the only ones to compare with; none: all."""
     names = list(islice(modules, MOST))
     found: Counter[tuple[str, Layout]] = Counter()
     for name in names:

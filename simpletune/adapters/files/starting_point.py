@@ -117,7 +117,7 @@ def start_from(model: nn.Module, updates: Updates, scale: float) -> float:
 
 
 def _square(update: LoraUpdate) -> float:
-    """||s B A||^2 (Frobenius)."""
+    """Compute ||s B A||^2 (Frobenius)."""
     return float(product_norm(update.down, update.up) * update.scale) ** 2
 
 

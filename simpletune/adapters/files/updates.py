@@ -60,40 +60,40 @@ class Update(ABC):
         return math.prod(self.kernel) > 1
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether the layer's weight may have this shape, (o, i) or (o, c, kh, kw)."""
+        """Return whether the layer's weight may have this shape, (o, i) or (o, c, kh, kw)."""
         outputs, inputs = self.shape
         own = math.prod(shape[1:])
         return (outputs, inputs or own) == (shape[0], own)
 
     def delta_for(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
-        """What it adds to a weight."""
+        """Return what the update adds to a weight."""
         return self.delta()
 
     def delta(self) -> Tensor:  # fp32 [o, i]
-        """The matrix that it adds to any weight. UserError: the update depends on the weight."""
+        """Return the matrix that the update adds to any weight. Raises UserError if it depends on the weight."""
         raise UserError(
             f"{self.kind} depends on the weights that it changes, so it is not a LoRA by itself. Merge it into its "
             "base with simpletune merge, then use simpletune extract"
         )
 
     def as_lora(self) -> LoraUpdate:
-        """The equivalent LoRA, of rank ``rank``; raises what ``delta`` raises."""
+        """Return the equivalent LoRA, of rank ``rank``. Raises UserError if the update depends on the weight."""
         delta = self.delta()
         outputs, inputs = delta.shape  # an identity on the shorter side
         down, up = (delta, torch.eye(outputs)) if outputs <= inputs else (torch.eye(inputs), delta)
         return LoraUpdate(down, up, kernel=self.kernel)
 
     def file_factors(self) -> tuple[dict[str, Tensor], float]:
-        """The factors for a file, by role, and alpha; not of DoRA and OFT, whose tensors depend on the layout."""
+        """Return a file's factors, by role, and alpha; not of DoRA and OFT, whose tensors depend on the layout."""
         raise NotImplementedError
 
     @abstractmethod
     def split(self, rows: Sequence[Rows]) -> Sequence[Update | None]:
-        """The updates of the layers that a fused one stacks, whose rows these are; None: it does not change a layer."""
+        """Split a fused layer's update into those of the layers of these rows; None: it does not change a layer."""
 
     @abstractmethod
     def swap_halves(self) -> Update:
-        """The update with the halves of its outputs swapped (scale and shift)."""
+        """Swap the halves of the update's outputs (scale and shift)."""
 
 
 Updates = Mapping[str, Update]
@@ -127,7 +127,7 @@ class LoraUpdate(Update):
         return factors, self.scale * self.rank
 
     def split(self, rows: Sequence[Rows]) -> Sequence[LoraUpdate | None]:
-        """The inverse of ``fuse`` up to rows and columns of zeros; the scale, alpha / r, stays.
+        """Invert ``fuse``, up to rows and columns of zeros; the scale, alpha / r, stays.
 
         If no columns are shared, each part gets only its own, and a part without columns is None. If columns are
         shared, because a tool trained the fused layer itself, each part keeps the whole ``down``.
@@ -155,7 +155,7 @@ class LoraUpdate(Update):
         return replace(self, up=swap_halves(self.up))
 
     def folded(self) -> LoraUpdate:
-        """The update with scale 1: the scale is folded into ``up``, in its type."""
+        """Return the update with scale 1: the scale is folded into ``up``, in its type."""
         if self.scale == 1.0:
             return self
         return replace(self, up=(self.up.float() * self.scale).to(self.up.dtype), scale=1.0)
@@ -169,10 +169,7 @@ def fuse(parts: Mapping[Rows, LoraUpdate]) -> LoraUpdate:
 
     If all share ``down``, the result keeps it and has rank r. Otherwise it stacks the downs, puts the ups on the
     diagonal, and has the sum of their ranks; alpha, which is scale x rank, grows with it. A part that is missing gets
-    rows of zeros.
-
-    Raises:
-        UserError: the heights of the parts, or their inputs, do not belong to one layer.
+    rows of zeros. Raises UserError if the heights of the parts, or their inputs, do not belong to one layer.
     """
     present = dict(sorted(parts.items()))
     if len({part.scale for part in present.values()}) > 1:
@@ -252,7 +249,7 @@ class LokrUpdate(Update):
         return factors, self.scale * self.dim
 
     def shaped(self) -> dict[str, Tensor]:
-        """The factors with the shapes that they have in training."""
+        """Return the factors with the shapes that they have in training."""
         return self._unfolded(self.is_spatial)
 
     def _unfolded(self, has_kernel: bool) -> dict[str, Tensor]:
@@ -262,7 +259,7 @@ class LokrUpdate(Update):
         return factors
 
     def split(self, rows: Sequence[Rows]) -> Sequence[LokrUpdate]:
-        """Each part has only the rows of W1 that it needs."""
+        """Split the update into parts, each with only the rows of W1 that it needs."""
         parts = []
         for own in (each.within(self.outputs) for each in rows):
             begin, outputs = self.skipped + own.start, own.stop - own.start
@@ -352,7 +349,7 @@ class DoraUpdate(Update):
         return isinstance(self.update, LoraUpdate) and not self.by_input
 
     def gains(self, blocks: Iterable[Tensor]) -> Tensor:  # fp32 [o], or [c] of input channels
-        """m / ||W + s B A||, from blocks of W's rows in fp32, on their device."""
+        """Compute m / ||W + s B A||, from blocks of W's rows in fp32, on their device."""
         delta, first, found = self.update.delta(), 0, list[Tensor]()
         for block in blocks:
             turned = block + delta[first : first + len(block)].to(block.device)
@@ -420,7 +417,7 @@ class OftUpdate(Update):
         return self  # records its order itself
 
     def triangle(self, inputs: int) -> Tensor:  # [k, d (d - 1) / 2]
-        """The entries above the diagonal of the skew-symmetric blocks, in diffusers' order."""
+        """Return the entries above the diagonal of the skew-symmetric blocks, in diffusers' order."""
         blocks = self.blocks.float()
         if self.original is not None and self.original[1].halves_swapped(self.original[0], self.shape[0], inputs):
             blocks = swap_halves(blocks)
@@ -428,8 +425,8 @@ class OftUpdate(Update):
 
 
 def without_other_input(place: str, updates: Updates, shapes: Shapes) -> Updates:
-    """The updates that suit a plain model if the LoRA at a place was made for one that inpaints, and the reverse: all
-    but that of the layer that reads the latents, which has other inputs. Says what it leaves out.
+    """Return the updates that suit a plain model if the LoRA at a place was made for one that inpaints, and the
+    reverse: all but that of the layer that reads the latents, which has other inputs. Says what it leaves out.
 
     Args:
         shapes: of the model's weights, by layer.

@@ -120,21 +120,22 @@ def _needs_rank(layer: str, update: Update) -> UserError:
 
 
 def overflow(dtype: str | None) -> str:
-    """The predicate of a message about a tensor whose values overflow a type."""
+    """Return the predicate of a message about a tensor whose values overflow a type."""
     return f"overflows {dtype or 'its type'}: values become infinite. Use --dtype bf16 or fp32"
 
 
 def _tensors_of(
     update: Update, key: Callable[[str], str], dtype: torch.dtype | None, with_alpha: bool = True
 ) -> dict[str, Tensor]:
-    """An update's tensors by key: copies, because layers may share factors, and alpha in fp32."""
+    """Return an update's tensors by key: copies, because layers may share factors, and alpha in fp32."""
     factors, alpha = update.file_factors()
     tensors = {key(role): factor.to(dtype or factor.dtype, copy=True) for role, factor in factors.items()}
     return tensors | ({key(ALPHA): torch.tensor(alpha, dtype=torch.float32)} if with_alpha else {})
 
 
 def file_tensors(updates: LoraUpdates, layout: Layout, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The tensors of LoRA updates in a layout, by key; alpha is scale x rank, of a fused q, k, v the fused update's."""
+    """Return the tensors of LoRA updates in a layout, by key; alpha is scale x rank, of a fused q, k, v the fused
+    update's."""
     named = in_original_names(updates, layout.names) if layout.original else dict(updates)
     if not layout.alpha:  # not every tool reads it in diffusers' layout
         named = {module: update.folded() for module, update in named.items()}
@@ -177,7 +178,8 @@ def in_original_names(updates: LoraUpdates, names: LoraNames) -> dict[str, LoraU
 
 
 def _magnitudes(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, Tensor]:
-    """The tensors by which tools scale the rows of DoRA, by key; in fp32, because rounding them changes whole rows.
+    """Return the tensors by which tools scale the rows of DoRA, by key; in fp32, because rounding them changes whole
+    rows.
 
     ``lora_magnitude_vector`` is for diffusers, which reads only its own layout; ``dora_scale`` is for ComfyUI. A file
     gets both if both are known.
@@ -210,7 +212,7 @@ def _magnitudes(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, 
 
 
 def _by_module(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Vectors by the layout's modules; under the original names, those of q, k and v are stacked."""
+    """Return vectors by the layout's modules; under the original names, those of q, k and v are stacked."""
     if not layout.original:
         return dict(vectors)
     found: dict[str, Tensor] = {}
@@ -233,7 +235,7 @@ def _by_module(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tenso
 
 
 def _lycoris_tensors(updates: Updates, names: LoraNames | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of LoKr and LoHa by key: the layers under the names that ComfyUI reads."""
+    """Return the tensors of LoKr and LoHa by key: the layers under the names that ComfyUI reads."""
     tensors: dict[str, Tensor] = {}
     layout = factor_layout(LAYOUTS[names]) if updates and names is not None else None
     for layer in sorted(updates, key=natural_sort_key):
@@ -255,12 +257,9 @@ def text_tensors_of(
     dtype: torch.dtype | None = None,
     encoders: Sequence[LoraEncoder] = (),
 ) -> dict[str, Tensor]:
-    """The tensors of text encoders in a file, by key, from updates by ``text_encoder...`` names. ``single``: the model
-    has one text encoder. ``encoders``: the family's, if it is known.
-
-    Raises:
-        UserError: no tool reads such an update of a text encoder under these keys, or the model has no such encoder.
-    """
+    """Return the tensors of text encoders in a file, by key, from updates by ``text_encoder...`` names. ``single``: the
+    model has one text encoder. ``encoders``: the family's, if it is known. Raises UserError if no tool reads such an
+    update of a text encoder under these keys, or the model has no such encoder."""
     more = [layer for layer in text if single and encoder_of(layer)[0] != FIRST]
     if more:
         raise UserError(
@@ -292,14 +291,14 @@ def text_tensors_of(
 
 
 def names_in(updates: Updates) -> LoraNames | None:
-    """The names of the family that the denoiser's layers among these belong to (``names_of``); None without any."""
+    """Return the names of the family of the denoiser's layers among these (``names_of``); None without any."""
     denoiser, _ = split_text(updates)
     return names_of({layer: update.shape for layer, update in denoiser.items()}) if denoiser else None
 
 
 def is_single_encoder(updates: Updates, metadata: Mapping[str, str], names: LoraNames | None) -> bool:
-    """Whether updates are for a model with one text encoder: of the family with these names, else by what the header
-    says about the base."""
+    """Return whether updates are for a model with one text encoder: of the family with these names, else by what the
+    header says about the base."""
     if names is not None:
         return len(family_of_names(names).text.encoders) == 1
     text = split_text(updates)[1]
@@ -309,7 +308,8 @@ def is_single_encoder(updates: Updates, metadata: Mapping[str, str], names: Lora
 
 
 def adapter_metadata(denoiser: LoraUpdates, names: LoraNames | None, text: Updates | None = None) -> dict[str, str]:
-    """PEFT's settings for diffusers if ranks differ: older versions would use the first layer's rank as every alpha.
+    """Return PEFT's settings for diffusers if ranks differ: older versions would use the first layer's rank as every
+    alpha.
 
     Alpha equals the rank in every layer, so tools that ignore the header apply the same scale.
     """

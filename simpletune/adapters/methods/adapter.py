@@ -40,11 +40,11 @@ class TrainingMethod(Option):
     """Whether it needs attention layers that read only the picture or only the prompt, like a U-Net's."""
 
     def result(self, denoiser: str) -> str:
-        """The file or folder of the result inside the run's folder."""
+        """Return the file or folder of the result inside the run's folder."""
         return self.output_name or denoiser
 
     def before_diffusers(self, layout: str) -> str | None:
-        """A sentence on what to do before diffusers loads the result, which has that layout; None if it loads it."""
+        """Say what to do before diffusers loads the result, which has that layout; None if it loads it."""
         return None
 
     def describe(self, shapes: Shapes) -> str:
@@ -64,25 +64,25 @@ class TrainingMethod(Option):
         yield from ()
 
     def is_untouched(self, module: str) -> bool:
-        """Whether a module keeps its base weights: it neither trains nor gets an update, and is not part of the result.
-        Such a module may be removed from the model."""
+        """Return whether a module keeps its base weights: it neither trains nor gets an update, and is not part of the
+        result. Such a module may be removed from the model."""
         return False
 
     def trains_weight(self, name: str) -> bool:
-        """Whether every value of a parameter of the base trains."""
+        """Return whether every value of a parameter of the base trains."""
         return False
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Prepare the model for training in place, and freeze everything else.
 
         Args:
-            model: loaded, possibly quantised, transformer.
+            model: loaded, possibly quantised, denoiser.
             seed: seed for the initialisation.
         """
         raise NotImplementedError
 
     def lr_ratio(self, name: str) -> float:
-        """The factor on the learning rate of a trained parameter, by its name in the model."""
+        """Return the factor on the learning rate of a trained parameter, by its name in the model."""
         return 1.0
 
     def constrain(self, model: nn.Module) -> None:
@@ -99,7 +99,7 @@ class TrainingMethod(Option):
         """Write the result in a format that other tools read.
 
         Args:
-            model: trained transformer.
+            model: trained denoiser.
             folder: folder for the result.
             metadata: strings for the safetensors header.
 

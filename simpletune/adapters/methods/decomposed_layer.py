@@ -1,4 +1,4 @@
-"""Layers that draw with DoRA of other forms than the trained one: by input channels, or of LoKr and LoHa.
+"""Layers that generate with DoRA of other forms than the trained one: by input channels, or of LoKr and LoHa.
 
 The weight is W' = g (W + dW), with gains g of the outputs or of the input channels, which do not change: y = g o ((W +
 dW) x), or (W + dW) (g o x).

@@ -73,7 +73,7 @@ def _gradient_of_gain(
     b: Tensor,  # [o, r]
     delta: Tensor,  # fp32 [o]
 ) -> Tensor:  # fp32 [o]
-    """The gradient of delta, from an output that it and the update have changed already."""
+    """Return the gradient of delta, from an output that it and the update have changed already."""
     own = of_output - (grad_b * b).sum(1, dtype=torch.float32)
     gain = 1 + delta
     return torch.where(gain == 0, 0, own / gain)
@@ -133,7 +133,7 @@ def rescaled_convolution(
     bias: Tensor | None,  # [o]
     geometry: Geometry,
 ) -> Tensor:  # [b, o, h', w']
-    """``rescaled`` for a convolution with this geometry: its weight becomes (1 + delta) W + B A."""
+    """Compute ``rescaled`` for a convolution with this geometry: its weight becomes (1 + delta) W + B A."""
     if torch.compiler.is_compiling() or not y.is_contiguous():
         x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
         gain = delta.to(y.dtype)[:, None, None]
@@ -213,8 +213,8 @@ class DoraLayer(UpdateLayer):
 
     @torch.no_grad()
     def norms(self, dtype: torch.dtype) -> Tensor:  # fp32 [o]
-        """||W_j + s B_j A||; W A^T is a product in a type, which the frozen layer itself computes unless its kernel is
-        larger: its stride and padding would leave out parts of A."""
+        """Compute ||W_j + s B_j A||; W A^T is a product in a type, which the frozen layer itself computes unless its
+        kernel is larger: its stride and padding would leave out parts of A."""
         frozen, a, b = innermost_layer(self), self.lora_A.weight, self.lora_B.weight
         if a.dim() == 4:
             weight = frozen.dequantise(dtype) if isinstance(frozen, Int8Conv2d) else frozen.get_parameter("weight")
@@ -241,11 +241,11 @@ class DoraLayer(UpdateLayer):
 
     @torch.no_grad()
     def exact_gains(self) -> Tensor:  # fp32 [o]
-        """m / ||W + s B A|| for every row, by ``exact_norms``."""
+        """Compute m / ||W + s B A|| for every row, by ``exact_norms``."""
         return by_norms(self.magnitude, self.exact_norms())
 
     def saved(self, name: str, layout: Layout) -> dict[str, Tensor]:
-        """The tensors for a file by role. In diffusers' layout the scale is folded into B; kohya's has alpha.
+        """Return the tensors for a file by role. In diffusers' layout the scale is folded into B; kohya's has alpha.
         ComfyUI scales rows in the original layout's order, whatever the names."""
         down, up = self.lora_A.weight.detach(), self.lora_B.weight.detach()
         if not layout.alpha:
@@ -268,7 +268,7 @@ class DoraLayer(UpdateLayer):
         return rescaled_convolution(y, *self._operands(y, x), geometry_of(self))
 
     def _operands(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """x, A, gain s B, gain - 1 and the bias."""
+        """Return x, A, gain s B, gain - 1 and the bias."""
         gain = by_norms(self.magnitude, self.norms(y.dtype)) if self.gain is None else self.gain
         b = self.update_dropout(self.lora_B.weight) * (gain * (self.strength * self.scale))[:, None]
         bias = cast(Tensor | None, innermost_layer(self).bias)
@@ -276,14 +276,14 @@ class DoraLayer(UpdateLayer):
 
     @torch.no_grad()
     def merge(self, weight: Tensor) -> Tensor:
-        """W + k (W' - W). Also scales the rows of other updates in the weight, as ``updated`` does."""
+        """Return W + k (W' - W). Also scales the rows of other updates in the weight, as ``add_linear`` does."""
         flat = weight.flatten(1)
         rotate = flat + self.scale * (self.lora_B.weight.float() @ self.lora_A.weight.float().flatten(1))
         return torch.lerp(flat, self.exact_gains()[:, None] * rotate, self.strength).view_as(weight)
 
 
 def squared_norms(frozen: nn.Module) -> Tensor:  # fp32 [o]
-    """||W_j||^2 of a frozen layer; dequantises its weight a few rows at a time."""
+    """Compute ||W_j||^2 of a frozen layer; dequantises its weight a few rows at a time."""
     shape = shape_of(frozen)
     assert shape is not None
     return torch.cat([block.square().sum(1) for block in row_blocks(frozen, shape[0])])

@@ -22,7 +22,8 @@ WIDENED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float64)
 
 
 def as_numbers(place: str, tensor: Tensor) -> Tensor:
-    """A file's factor, in fp32 if it is of a type of ``WIDENED``; raises what ``require_numbers`` raises."""
+    """Return a file's factor, in fp32 if of a type of ``WIDENED``. Raises UserError if ``require_numbers`` refuses
+    it."""
     found = tensor.float() if tensor.dtype in WIDENED else tensor
     require_numbers(place, found)
     return found
@@ -37,24 +38,25 @@ def require_numbers(place: str, tensor: Tensor) -> None:
 
 
 def full_factor(factors: Mapping[str, Tensor], name: str) -> Tensor:  # 2-D
-    """A factor, or the product of its two factors; a convolution's as a matrix."""
+    """Return a factor, or the product of its two factors; a convolution's as a matrix."""
     return factors[name].flatten(1) if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
 
 
 def kronecker_delta(factors: Mapping[str, Tensor]) -> Tensor:  # fp32 [l k, m q], or [l k, m q kh kw]
-    """LoKr's kron(W1, W2) (arXiv:2309.14859, eq. 5); the kernel of a convolution's W2 counts as more of its columns."""
+    """Compute LoKr's kron(W1, W2) (arXiv:2309.14859, eq. 5); a convolution's kernel in W2 counts as more of its
+    columns."""
     exact = {name: factor.float() for name, factor in factors.items()}
     return torch.kron(full_factor(exact, "lokr_w1"), full_factor(exact, "lokr_w2"))
 
 
 def hadamard_delta(factors: Mapping[str, Tensor]) -> Tensor:  # fp32 [o, i], or [o, i kh kw]
-    """LoHa's (A1 B1) o (A2 B2) (arXiv:2108.06098)."""
+    """Compute LoHa's (A1 B1) o (A2 B2) (arXiv:2108.06098)."""
     a1, b1, a2, b2 = (factors[f"hada_w{name}"].float() for name in ("1_a", "1_b", "2_a", "2_b"))
     return (a1 @ b1) * (a2 @ b2)
 
 
 def low_rank(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The factors [r^2, i], or [r^2, i kh kw], and [o, r^2] of the low-rank update that equals LoHa's."""
+    """Return the factors [r^2, i], or [r^2, i kh kw], and [o, r^2] of the low-rank update that equals LoHa's."""
     a1, b1, a2, b2 = (factors[f"hada_w{name}"] for name in ("1_a", "1_b", "2_a", "2_b"))
     down = (b1[:, None] * b2).flatten(0, 1)  # every row of one by every row of the other
     return down, (a1.t()[:, None] * a2.t()).flatten(0, 1).t()
@@ -81,21 +83,21 @@ def block_rotations(
 
 
 def upper(triangle: Tensor, side: int) -> Tensor:  # [k, d (d - 1) / 2] -> [k, d, d]
-    """Matrices with these numbers above the diagonal, row by row, and zeros elsewhere."""
+    """Return matrices with these numbers above the diagonal, row by row, and zeros elsewhere."""
     rows, columns = torch.triu_indices(side, side, 1, device=triangle.device)
     blocks = triangle.new_zeros(len(triangle), side, side)
     return blocks.index_put((torch.arange(len(triangle), device=triangle.device)[:, None], rows, columns), triangle)
 
 
 def triangle_of(blocks: Tensor) -> Tensor:  # [k, d, d] -> [k, d (d - 1) / 2]
-    """The entries above the diagonal of B - B^T, which are all that matters in a file's blocks."""
+    """Return the entries above the diagonal of B - B^T, which are all that matters in a file's blocks."""
     rows, columns = torch.triu_indices(blocks.shape[1], blocks.shape[1], 1)
     return (blocks - blocks.transpose(1, 2))[:, rows, columns]
 
 
 def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """A file's tensors by key, under the original names if the layout has them. The blocks [k, d, d], by diffusers'
-    layer name, have halves in the original layout's order."""
+    """Return a file's tensors by key, under the original names if the layout has them. The blocks [k, d, d], by
+    diffusers' layer name, have halves in the original layout's order."""
     if not layout.original:
         return {layout.key(name, OFT_BLOCKS): own for name, own in blocks.items()}
     # ComfyUI rotates a weight in the original layout. Under diffusers' names it would rotate the rows in the original
@@ -113,7 +115,7 @@ def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tens
 
 
 def rotate_rows(weight: Tensor, triangle: Tensor) -> Tensor:  # [o, i], [k, d (d - 1) / 2] -> [o, i]
-    """(R - I) W."""
+    """Compute (R - I) W."""
     return rotate(weight.t(), triangle).t()
 
 

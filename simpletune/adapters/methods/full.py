@@ -1,4 +1,4 @@
-"""Full fine-tuning: train every parameter of the transformer or U-Net."""
+"""Full fine-tuning: train every parameter of the denoiser."""
 
 from __future__ import annotations
 

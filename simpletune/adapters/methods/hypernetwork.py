@@ -72,7 +72,7 @@ class Hypernetwork(TrainingMethod):
         )
 
     def chosen(self, shapes: Shapes) -> list[int]:
-        """The widths that get networks, from the base model's shapes."""
+        """Return the widths that get networks, from the base model's shapes."""
         text, image = context_widths(shapes)
         known = {"text": text, "all": text | image}
         return sorted(known[self.widths] if isinstance(self.widths, str) else set(self.widths))

@@ -27,11 +27,11 @@ class HypernetworkFile:
     metadata: Mapping[str, str]
 
     def state(self, width: int, side: str) -> dict[str, Tensor]:
-        """The fp32 tensors of one network, by their names in it, in the order of its layers."""
+        """Return the fp32 tensors of one network, by their names in it, in the order of its layers."""
         return {name: self.tensors[f"{width}.{side}.{name}"].float() for name in self.structure.shapes(width)}
 
     def pairs(self) -> dict[int, Pair]:
-        """The networks by width, in fp32, frozen and without dropout."""
+        """Return the networks by width, in fp32, frozen and without dropout."""
         found = {}
         for width in widths_of(self.tensors):
             k, v = (Network(width, self.structure) for _ in SIDES)
@@ -59,11 +59,7 @@ def write_hypernetwork(
 
 
 def read_hypernetwork(file: Path) -> HypernetworkFile:
-    """Read a file that ``write_hypernetwork`` wrote.
-
-    Raises:
-        UserError: it is damaged, or values are not finite.
-    """
+    """Read a file that ``write_hypernetwork`` wrote. Raises UserError if it is damaged, or values are not finite."""
     header = read_header(file)
     metadata = header.pop("__metadata__", None) or {}
     structure = structure_of(file, metadata, {name: tuple(entry["shape"]) for name, entry in header.items()})

@@ -133,10 +133,7 @@ class HypernetworkLayer(UpdateLayer):
 
 def put_before(model: nn.Module, pairs: Mapping[int, Pair], adapter: str = ADAPTER) -> None:
     """Put the networks of each width before a U-Net's projections to keys and values whose input has it, in place.
-
-    Raises:
-        UserError: the model has no attention of one of the widths.
-    """
+    Raises UserError if the model has no attention of one of the widths."""
     missing = dict(pairs)
     modules = dict(model.named_modules())
     sides = {name: shape_of(innermost_layer(modules[name])) for name in context_layers(modules)}
@@ -158,7 +155,7 @@ def put_before(model: nn.Module, pairs: Mapping[int, Pair], adapter: str = ADAPT
 
 
 def networks_of(model: nn.Module) -> dict[int, Pair]:
-    """A model's trained networks by width."""
+    """Return a model's trained networks by width."""
     found: dict[int, dict[str, Network]] = {}
     for name, layer in outer_layers(model):
         if isinstance(layer, HypernetworkLayer):

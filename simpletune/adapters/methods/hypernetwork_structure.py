@@ -45,7 +45,7 @@ class Structure:
     dropout: float = 0.0
 
     def stages(self, width: int) -> list[tuple[Kind, int, int]]:
-        """The layers for an input of a given width, in order: kind, inputs and outputs."""
+        """Return the layers for an input of a given width, in order: kind, inputs and outputs."""
         widths = [int(width * multiple) for multiple in self.layer_structure]
         found, last = list[tuple[Kind, int, int]](), len(widths) - 2
         for number, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
@@ -59,7 +59,7 @@ class Structure:
         return found
 
     def shapes(self, width: int) -> dict[str, Shape]:
-        """The shapes of a network's parameters by name, such as ``linear.0.weight``."""
+        """Return the shapes of a network's parameters by name, such as ``linear.0.weight``."""
         found: dict[str, Shape] = {}
         for number, (kind, inputs, outputs) in enumerate(self.stages(width)):
             if kind in ("linear", "norm"):
@@ -73,21 +73,18 @@ class Structure:
 
 
 def is_hypernetwork(names: Iterable[str]) -> bool:
-    """Whether any of these names is that of a tensor in a hypernetwork file."""
+    """Return whether any of these names is that of a tensor in a hypernetwork file."""
     return any(KEY.fullmatch(name) for name in names)
 
 
 def widths_of(names: Iterable[str]) -> list[int]:
-    """The widths of a file's networks."""
+    """Return the widths of a file's networks."""
     return sorted({int(found[1]) for name in names if (found := KEY.fullmatch(name))})
 
 
 def structure_of(place: object, metadata: Mapping[str, str], shapes: Mapping[str, Shape]) -> Structure:
-    """Read the structure in the header of a file (``place``) and compare it with its tensors' shapes.
-
-    Raises:
-        UserError: the header has no structure or a damaged one, or tensors are missing, superfluous or of other shapes.
-    """
+    """Read the structure in the header of a file (``place``) and compare it with its tensors' shapes. Raises UserError
+    if the header has no structure or a damaged one, or tensors are missing, superfluous or of other shapes."""
     remedy = "Download or export it again"
     if MARK not in metadata:
         raise UserError(
@@ -118,7 +115,7 @@ def structure_of(place: object, metadata: Mapping[str, str], shapes: Mapping[str
 
 
 def is_layer_structure(multiples: Iterable[float]) -> bool:
-    """Whether these multiples of d are valid: the output must be as wide as the input."""
+    """Return whether these multiples of d are valid: the output must be as wide as the input."""
     found = list(multiples)
     ends = len(found) > 1 and found[0] == found[-1] == 1
     return ends and len(found) <= LONGEST and all(0 < multiple <= LARGEST_MULTIPLE for multiple in found)

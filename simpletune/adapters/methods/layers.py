@@ -59,15 +59,15 @@ class UpdateLayer(nn.Module):
         raise NotImplementedError
 
     def add_convolution(self, y: Tensor, x: Tensor) -> Tensor:  # [b, o, h', w'], [b, i, h, w] -> [b, o, h', w']
-        """``updated`` of a convolution with a larger kernel, with channels first."""
+        """Add the update to y as ``add_linear`` does, of a convolution with a larger kernel, channels first."""
         raise NotImplementedError
 
     def merge(self, weight: Tensor) -> Tensor:
-        """The fp32 weight, [o, i] or [o, i, kh, kw], with the update at its strength."""
+        """Return the fp32 weight, [o, i] or [o, i, kh, kw], with the update at its strength."""
         raise NotImplementedError
 
     def enable_adapters(self, enabled: bool) -> None:
-        """PEFT's name for enabling or disabling the update."""
+        """Enable or disable the update, by the name that PEFT's layers have for it."""
         self.enabled = enabled
 
 
@@ -82,7 +82,7 @@ class FactorLayer(UpdateLayer):
 
     @staticmethod
     def initial_factors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """The first fp32 factors, which give an update of zero, drawn from the global generator if at all."""
+        """Return the first fp32 factors, which give an update of zero, drawn from the global generator if at all."""
         raise NotImplementedError
 
     @property
@@ -91,15 +91,15 @@ class FactorLayer(UpdateLayer):
 
 
 def innermost_layer(layer: nn.Module) -> nn.Module:
-    """The frozen layer inside all wrapping layers."""
+    """Return the frozen layer inside all wrapping layers."""
     while isinstance(layer, UpdateLayer | BaseTunerLayer):
         layer = layer.base_layer
     return layer
 
 
 def shape_of(module: nn.Module) -> tuple[int, ...] | None:
-    """Logical shape of the weight of a linear layer, [o, i], or a convolution, [o, i, kh, kw], that can have an update;
-    else None. A quantised layer's weight may be stored in another shape."""
+    """Return the logical shape of the weight of a linear layer, [o, i], or a convolution, [o, i, kh, kw], that can have
+    an update; else None. A quantised layer's weight may be stored in another shape."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     if not isinstance(module, nn.Conv2d) or module.groups > 1 or module.padding_mode != "zeros":
@@ -110,14 +110,14 @@ def shape_of(module: nn.Module) -> tuple[int, ...] | None:
 
 
 def geometry_of(layer: nn.Module) -> Geometry:
-    """The geometry of the convolution inside all wrapping layers."""
+    """Return the geometry of the convolution inside all wrapping layers."""
     found = innermost_layer(layer)
     assert isinstance(found, nn.Conv2d)
     return found.stride, found.padding, found.dilation, found.groups  # type: ignore[return-value]  # no string
 
 
 def layer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the layers that can have an update, by name."""
+    """Return the shapes of the layers that can have an update, by name."""
     found = {name: shape_of(module) for name, module in model.named_modules()}
     return {name: shape for name, shape in found.items() if shape is not None}
 

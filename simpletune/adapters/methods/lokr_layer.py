@@ -51,7 +51,7 @@ class LokrLayer(FactorLayer):
         return found
 
     def _first(self) -> Tensor:  # [l, m]
-        """W1 times the strength."""
+        """Return W1 times the strength."""
         w1 = full_factor(self.factors, "lokr_w1")
         return w1 if self.strength == 1 else w1 * self.strength
 
@@ -123,7 +123,7 @@ class _Added(torch.autograd.Function):
 
 
 def _inner(x: Tensor, w1: Tensor, before: Tensor | None) -> Tensor:  # [n, m, p]
-    """X before^T, or X itself."""
+    """Return X before^T, or X itself."""
     rows = x.numel() // x.shape[-1]
     if before is None:
         return x.reshape(rows, w1.shape[1], -1)
@@ -202,7 +202,7 @@ def _groups(x: Tensor, w1: Tensor) -> Tensor:  # [b, m q, h, w] -> [b m, q, h, w
 
 
 def _convolved(x: Tensor, w1: Tensor, before: Tensor, geometry: Geometry) -> Tensor:  # [b, m, s c]
-    """The convolution of each group of x's channels."""
+    """Convolve each group of x's channels."""
     return F.conv2d(_groups(x, w1), before, None, *geometry).view(len(x), w1.shape[1], -1)
 
 
@@ -214,7 +214,7 @@ def add_kronecker_convolution(
     after: Tensor | None,  # [k, s]
     geometry: Geometry,
 ) -> Tensor:  # [b, o, h', w']
-    """``add_kronecker`` for the output of a convolution with this geometry, of which ``before`` has the kernel."""
+    """Do ``add_kronecker`` on the output of a convolution with this geometry; ``before`` has its kernel."""
     if torch.compiler.is_compiling() or not y.is_contiguous():
         x, w1, before = (tensor.to(y.dtype) for tensor in (x, w1, before))
         inner = w1 @ F.conv2d(_groups(x, w1), before, None, *geometry).reshape(len(x), w1.shape[1], -1)
@@ -226,5 +226,5 @@ def add_kronecker_convolution(
 
 
 def sides(w1: Tensor, w2: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """A whole W2 as ``before`` or ``after``, whichever makes the tensor between the products smaller."""
+    """Return a whole W2 as ``before`` or ``after``, whichever makes the tensor between the products smaller."""
     return (w2, None) if w1.shape[1] * w2.shape[0] <= w1.shape[0] * w2.shape[1] else (None, w2)

@@ -168,7 +168,7 @@ class Lora(TargetedMethod):
 
 
 def _by_value(values: Mapping[str, float], common: float) -> dict[str, float]:
-    """PEFT's patterns for layers whose value is not the common one: one for each value, because PEFT tries every
+    """Return PEFT's patterns for layers whose value is not the common one: one for each value, because PEFT tries every
     pattern on every layer."""
     layers: dict[float, list[str]] = {}
     for name, value in values.items():

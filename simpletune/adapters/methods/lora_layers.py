@@ -1,4 +1,4 @@
-"""LoRA layers in a transformer: the update added to its layer's output within the matmul, dropout, and norms.
+"""LoRA layers in a denoiser: the update added to its layer's output within the matmul, dropout, and norms.
 
 PEFT computes the update, multiplies it by its scale and adds it to the layer's output, which writes and reads three
 tensors of the output's size. Here the matmul with the second factor adds to the output in place and rounds once, and so
@@ -44,7 +44,8 @@ def _add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tens
 def _add_by_pixels(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, geometry: Geometry | None
 ) -> tuple[Tensor, ...]:
-    """Like ``_add``, with channels first; A x is [b, r, p]. A is [r, i], or [r, i, kh, kw] with a geometry."""
+    """Add an update to y in place, with channels first, as ``_add`` does; A x is [b, r, p]. A is [r, i], or [r, i, kh,
+    kw] with a geometry."""
     x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
     down = a @ x.flatten(2) if geometry is None else F.conv2d(x, a, None, *geometry).flatten(2)
     batch = b.expand(len(x), *b.shape)
@@ -60,7 +61,7 @@ def _gradients(
     scale: float,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x A^T [n, r], and of A and B where they are wanted."""
+    """Return the gradients of x A^T [n, r], and of A and B where they are wanted."""
     grad_down = rows @ b
     if scale != 1:
         grad_down.mul_(scale)
@@ -138,7 +139,7 @@ def convolution_gradients(
     geometry: Geometry,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and A in A x, a convolution, where they are wanted."""
+    """Return the gradients of x and A in A x, a convolution, where they are wanted."""
     if not any(wanted):
         return None, None
     *own, groups = geometry
@@ -246,7 +247,7 @@ class InPlaceLoraVariant(LoraVariant):
 
     @staticmethod
     def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **more: Any) -> Tensor:
-        """The output, [..., o] or [b, o, h', w'] of a convolution, with one adapter's update."""
+        """Return the output, [..., o] or [b, o, h', w'] of a convolution, with one adapter's update."""
         dropout = module._modules["lora_dropout"]._modules[active_adapter]
         dropped = x if type(dropout) is nn.Identity else dropout(x)
         a, b = _operands(module, active_adapter, result.dtype)
@@ -289,7 +290,7 @@ ONE_UPDATE: dict[type, type] = {Linear: OneUpdateLinear, Conv2d: OneUpdateConv2d
 
 
 def _frozen_weight(layer: nn.Module) -> Packed | None:
-    """A frozen linear layer's weight, if nothing but its product is wanted of the layer."""
+    """Return a frozen linear layer's weight, if nothing but its product is wanted of the layer."""
     if torch.compiler.is_compiling() or layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
         return None
     if type(layer) is nn.Linear:
@@ -304,8 +305,8 @@ def _as_it_is(dtype: torch.dtype, weight: Tensor) -> Tensor:
 
 
 def _operands(layer: LoraLayer, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A [r, i], or [r, i, kh, kw] of a larger kernel, and B [o, r] of this pass: those that the block has cast if they
-    have this type, with ranks dropped."""
+    """Return A [r, i], or [r, i, kh, kw] of a larger kernel, and B [o, r] of this pass: those that the block has cast
+    if they have this type, with ranks dropped."""
     a, b = _factors(layer, adapter)
     cast = layer.__dict__.get("cast")
     if cast is not None and cast[0].dtype == dtype:
@@ -317,7 +318,8 @@ def _operands(layer: LoraLayer, adapter: str, dtype: torch.dtype) -> tuple[Tenso
 
 
 def _factors(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
-    """A layer's A and B, without ``nn.Module``'s search of its parts, which takes as long as a small operation."""
+    """Return a layer's A and B without ``nn.Module``'s search of its parts, which takes as long as a small
+    operation."""
     own: Any = layer._modules
     a, b = own["lora_A"]._modules[adapter], own["lora_B"]._modules[adapter]
     return a._parameters["weight"], b._parameters["weight"]
@@ -428,7 +430,7 @@ def product_norm(
     a: Tensor,  # [r, i]
     b: Tensor,  # [o, r]
 ) -> Tensor:  # fp32 []
-    """||B A|| (Frobenius) = sqrt(trace((A A^T) (B^T B))); of B A itself where that is smaller than [r, r]."""
+    """Compute ||B A|| (Frobenius) = sqrt(trace((A A^T) (B^T B))); of B A itself where that is smaller than [r, r]."""
     a, b = a.float(), b.float()
     if a.shape[0] ** 2 > a.shape[1] * b.shape[0]:
         return (b @ a).norm()
@@ -453,8 +455,8 @@ def row_norms(
     b: Tensor,  # [o, r]
     scale: float,
 ) -> Tensor:  # fp32 [o]
-    """||W_j + s B_j A|| of every row j = sqrt(||W_j||^2 + 2 s B_j (W A^T)_j + s^2 B_j (A A^T) B_j^T), from ``squares``
-    ||W_j||^2 and ``projected`` W A^T."""
+    """Compute ||W_j + s B_j A|| of every row j = sqrt(||W_j||^2 + 2 s B_j (W A^T)_j + s^2 B_j (A A^T) B_j^T), from
+    ``squares`` ||W_j||^2 and ``projected`` W A^T."""
     a, b = a.float(), b.float()
     crossed = (b * projected.float()).sum(1)
     own = ((b @ (a @ a.T)) * b).sum(1) if len(a) <= a.shape[1] else (b @ a).square().sum(1)  # no [r, r] larger than A

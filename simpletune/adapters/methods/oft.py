@@ -42,7 +42,7 @@ class Oft(LayerMethod):
     before the first step; takes no memory. null: start from zero."""
 
     def side(self, outputs: int) -> int:
-        """The block size of a layer: a divisor of half of its outputs, because some layouts swap the halves."""
+        """Return the block size of a layer: a divisor of half of its outputs, because some layouts swap the halves."""
         whole = outputs // 2 if outputs % 2 == 0 else outputs
         return next(side for side in range(min(self.block_size, whole), 0, -1) if whole % side == 0)
 

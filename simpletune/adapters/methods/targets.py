@@ -70,14 +70,14 @@ class TargetedMethod(TrainingMethod):
         start: StartName
 
     def modules(self, shapes: Shapes) -> list[str]:
-        """The layers that get an update, from the base model's shapes."""
+        """Return the layers that get an update, from the base model's shapes."""
         return [name for name in _layers(shapes) if not self.is_untouched(name)]
 
     def is_untouched(self, module: str) -> bool:
         return not self.is_targeted(module) or 0 in (self.setting("rank", module), self.setting("lr_ratio", module))
 
     def is_targeted(self, layer: str) -> bool:
-        """Whether ``targets`` chooses a layer, which ``layers`` may then leave out."""
+        """Return whether ``targets`` chooses a layer, which ``layers`` may then leave out."""
         if is_convolution(layer) and not self.updates_convolutions:
             return False
         if isinstance(self.targets, str):
@@ -90,12 +90,13 @@ class TargetedMethod(TrainingMethod):
         return getattr(self, "conv_rank", None) is not None
 
     def setting(self, field: str, layer: str) -> Any:
-        """What ``layers`` sets for a field in a layer: its last entry that matches and sets it; None if none does."""
+        """Return what ``layers`` sets for a field in a layer: its last matching entry that sets it; None if none
+        does."""
         values = (getattr(each, field, None) for each in reversed(self.layers) if matches_layer(each.pattern, layer))
         return next((value for value in values if value is not None), None)
 
     def rank_of(self, layer: str) -> int | None:
-        """The rank in a layer that gets an update; None of a method, or of a matrix, without."""
+        """Return the rank in a layer that gets an update; None of a method, or of a matrix, without."""
         found = self.setting("rank", layer)
         own = "conv_rank" if is_convolution(layer) else "rank"
         return getattr(self, own, None) if found is None else found
@@ -105,11 +106,11 @@ class TargetedMethod(TrainingMethod):
         return 1.0 if found is None else found
 
     def size_of(self, layers: Sequence[str], shapes: Shapes) -> str:
-        """How large the updates of some layers are, for ``describe``: ``of rank 16``."""
+        """Format how large the updates of some layers are, for ``describe``: ``of rank 16``."""
         return f"of rank {spread(rank for rank in map(self.rank_of, layers) if rank is not None)}"
 
     def describe(self, shapes: Shapes) -> str:
-        """The size of the updates, the counted layers and the choice; convolutions with a larger kernel apart."""
+        """Describe the updates' size, the counted layers and the choice; convolutions with a larger kernel apart."""
         modules, counts = self.modules(shapes), Counter[str]()
         for name in modules:
             counts["x".join(map(str, shapes[f"{name}.weight"][2:]))] += 1
@@ -198,13 +199,13 @@ _OF_UPDATE = re.compile(r"\.(lora_[AB]|magnitude|lokr_\w+|hada_\w+|oft_\w+)(\..*
 
 
 def spread(numbers: Iterable[float]) -> str:
-    """The smallest and the largest of some numbers: ``4 to 16``; a single one, or none, as it is."""
+    """Format the smallest and the largest of some numbers: ``4 to 16``; a single one, or none, as it is."""
     found = sorted(set(numbers))
     return " to ".join(f"{number:g}" for number in dict.fromkeys((found[0], found[-1]))) if found else ""
 
 
 def _parts_of_names(layers: Sequence[str]) -> list[str]:
-    """What could stand in a pattern: beginnings, with short names of blocks, and ends of layers' names."""
+    """Return what could stand in a pattern: beginnings, with short names of blocks, and ends of layers' names."""
     short = {whole: each for each, whole in SHORT.items()}
     found: dict[str, None] = {}
     for first, *words in (layer.split(".") for layer in layers):
@@ -215,8 +216,8 @@ def _parts_of_names(layers: Sequence[str]) -> list[str]:
 
 
 def _layers(shapes: Shapes) -> list[str]:
-    """The names of the layers that can have an update: by their weights' shapes, of convolutions with a kernel larger
-    than 1x1 by their names."""
+    """Return the names of the layers that can have an update: by their weights' shapes, of convolutions with a kernel
+    larger than 1x1 by their names."""
     weights = ((name.removesuffix(".weight"), s) for name, s in shapes.items() if name.endswith(".weight"))
     return [name for name, s in weights if len(s) == 2 or len(s) == 4 and (s[2:] == (1, 1) or is_convolution(name))]
 
@@ -244,13 +245,13 @@ class LayerMethod(TargetedMethod):
     def factor_shapes(
         self, outputs: int, inputs: int, layer: str = "", kernel: tuple[int, ...] = ()
     ) -> dict[str, tuple[int, ...]]:
-        """The shapes of the factors of one layer's update, by their names in files. ``kernel``: of a convolution; one
-        of 1x1 counts as a linear layer."""
+        """Return the shapes of the factors of one layer's update, by their names in files. ``kernel``: of a
+        convolution; one of 1x1 counts as a linear layer."""
         raise NotImplementedError
 
     def layer_class(self) -> type[FactorLayer]:
-        """The class of layers that wrap a frozen one, whose ``initial_factors`` draws the first values of factors of
-        given shapes. Imports torch."""
+        """Return the class of layers that wrap a frozen one, whose ``initial_factors`` draws the first values of
+        factors of given shapes. Imports torch."""
         raise NotImplementedError
 
     def trainable(self, shapes: Shapes) -> int:
@@ -258,7 +259,7 @@ class LayerMethod(TargetedMethod):
         return sum(math.prod(shape) for each in found for shape in each.values())
 
     def shapes_of(self, layer: str, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """``factor_shapes`` of a layer, from the base model's shapes."""
+        """Return ``factor_shapes`` of a layer, from the base model's shapes."""
         outputs, inputs, *kernel = shapes[f"{layer}.weight"]
         return self.factor_shapes(outputs, inputs, layer, tuple(kernel))
 

@@ -86,7 +86,7 @@ class Keys:
 
 
 def is_embedding(header: Mapping[str, object]) -> bool:
-    """Whether a safetensors header belongs to an embedding file; ignores bundled embeddings."""
+    """Return whether a safetensors header belongs to an embedding file; ignores bundled embeddings."""
     names = [name for name in header if name != "__metadata__"]
     metadata = header.get("__metadata__")
     if isinstance(metadata, dict) and TOKEN in metadata:
@@ -95,11 +95,8 @@ def is_embedding(header: Mapping[str, object]) -> bool:
 
 
 def keys_of(file: Path) -> tuple[Keys, ...]:
-    """Find the embeddings in a file: one, or several bundled in a LoRA file; none for a plain LoRA.
-
-    Raises:
-        UserError: it is a pickle or damaged, or its tensors are not embeddings.
-    """
+    """Find the embeddings in a file: one, or several bundled in a LoRA file; none for a plain LoRA. Raises UserError if
+    it is a pickle or damaged, or its tensors are not embeddings."""
     require_safetensors(file)
     header = read_header(file)
     metadata: dict[str, str] = header.pop("__metadata__", None) or {}
@@ -119,7 +116,8 @@ def keys_of(file: Path) -> tuple[Keys, ...]:
 
 
 def _lone_key(header: Mapping[str, object]) -> str | None:
-    """The key of a file's only tensor if it is the token's name; None if there are others or the key has a meaning."""
+    """Return the key of a file's only tensor if it is the token's name; None if there are others or the key has a
+    meaning."""
     names = [name for name in header if name != "__metadata__"]
     if len(names) != 1 or names[0] in KEYS:
         return None
@@ -187,11 +185,8 @@ def read_embeddings(file: Path, token: str | None = None) -> tuple[EmbeddingFile
 
 
 def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
-    """Write one token's vectors in fp32, atomically, with a header that says how tools use them.
-
-    Raises:
-        UserError: there are no vectors, or values are NaN or infinite.
-    """
+    """Write one token's vectors in fp32, atomically, with a header that says how tools use them. Raises UserError if
+    there are no vectors, or values are NaN or infinite."""
     tensors: dict[str, Tensor] = {}
     for encoder, vectors in embedding.vectors.items():
         key = f"{encoder}_out"
@@ -220,7 +215,7 @@ def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
 
 
 def embeddings_in(folder: Path) -> list[Path]:
-    """A run's own embedding files in its folder or a checkpoint's, by their headers."""
+    """Find a run's own embedding files in its folder or a checkpoint's, by their headers."""
     found = []
     for file in sorted(folder.glob("*.safetensors")):
         with suppress(UserError):  # a damaged file is reported where it is used
@@ -239,7 +234,7 @@ def read_cosines(metadata: Mapping[str, str]) -> dict[str, list[float]]:
 
 
 def how_to_use(name: str, token: str, place: str, family: str) -> Iterator[str]:
-    """Sentences on how tools use an embedding file of this name for a model of a family, such as ``sd3``."""
+    """Yield sentences on how tools use an embedding file of this name for a model of a family, such as ``sd3``."""
     model = next((each for each in FAMILIES if each.family == family), None)
     encoders = () if model is None else model.text.encoders
     stem = name.removesuffix(".safetensors")

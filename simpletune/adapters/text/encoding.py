@@ -65,13 +65,13 @@ class TextEncoding:
                 raise UserError(f"{lora.name}: {join_names(own, 3)}: {model.words.title} has no such text encoder")
 
     def tokenizer(self, encoder: TextEncoder) -> PreTrainedTokenizerBase:
-        """An encoder's tokenizer, read once."""
+        """Return an encoder's tokenizer, read once."""
         if encoder.name not in self._tokenizers:
             self._tokenizers[encoder.name] = self.prompts.tokenizer(encoder)
         return self._tokenizers[encoder.name]
 
     def _words(self, embedding: EmbeddingFile, encoder: TextEncoder) -> tuple[str, ...]:
-        """The words that stand for a token in one encoder: a single-token word for each of its vectors there, if
+        """Return the words that stand for a token in one encoder: a single-token word for each of its vectors there, if
         any."""
         vectors = embedding.vectors.get(encoder.name)
         if vectors is None or embedding.place == "output" and embedding.words:
@@ -86,17 +86,17 @@ class TextEncoding:
         )
 
     def _stand_ins(self, encoder: TextEncoder) -> dict[str, tuple[str, ...]]:
-        """The replacement words for every token in one encoder."""
+        """Return the replacement words for every token in one encoder."""
         return {**dict(self.side.stand_ins), **{each.token: self._words(each, encoder) for each in self.embeddings}}
 
     def expanded(self, encoder: TextEncoder, prompt: str) -> str:
-        """The prompt as an encoder reads it, with words instead of tokens."""
+        """Return the prompt as an encoder reads it, with words instead of tokens."""
         for token, words in self._stand_ins(encoder).items() if self.side != PLAIN else ():
             prompt = expand(prompt, token, words)
         return prompt
 
     def rows(self, encoder: TextEncoder, prompt: str, embedding: EmbeddingFile) -> list[tuple[int, int]]:
-        """The positions of an embedding's vectors in an encoder's sequence: pairs of a row and a vector's number."""
+        """Return the positions of an embedding's vectors in an encoder's sequence: pairs of row and vector number."""
         others = {token: words for token, words in self._stand_ins(encoder).items() if token != embedding.token}
         for token, words in others.items():
             prompt = expand(prompt, token, words)
@@ -107,7 +107,7 @@ class TextEncoding:
         return [(row, number) for place in places for number, row in enumerate(place[: len(vectors)])]
 
     def _inputs(self, encoder: TextEncoder, prompt: str) -> list[EmbeddingFile]:
-        """The input embeddings of an encoder that a prompt uses."""
+        """Return the input embeddings of an encoder that a prompt uses."""
         return [
             each
             for each in self.embeddings
@@ -115,7 +115,7 @@ class TextEncoding:
         ]
 
     def _updates(self, encoder: TextEncoder) -> LayerUpdates:
-        """The updates of an encoder's layers, by their names in the published checkpoint."""
+        """Return the updates of an encoder's layers, by their names in the published checkpoint."""
         found: LayerUpdates = {}
         for lora in self.side.loras:
             for layer, update in lora.updates.items():
@@ -125,8 +125,8 @@ class TextEncoding:
         return found
 
     def key(self, encoder: TextEncoder, prompt: str) -> str:
-        """What an encoder's output depends on, apart from the encoder itself: the expanded prompt alone, unless its
-        weights or inputs change."""
+        """Return what an encoder's output depends on, apart from the encoder itself: the expanded prompt alone, unless
+        its weights or inputs change."""
         changes: list[object] = [[embedding_digest(each), each.token] for each in self._inputs(encoder, prompt)]
         if self._updates(encoder):
             changes += [["lora", each.digest, each.strength] for each in self.side.loras if each.strength]
@@ -196,8 +196,8 @@ def encode_prompts(
 
 
 def _fitted(embedding: EmbeddingFile, widths: Mapping[str, int], title: str) -> EmbeddingFile:
-    """The embedding with its vectors under the names of the model's encoders. A single-encoder file's vectors go to the
-    encoder with the same width; T5's are ignored if T5 is not in use."""
+    """Return the embedding with its vectors under the names of the model's encoders. A single-encoder file's vectors go
+    to the encoder with the same width; T5's are ignored if T5 is not in use."""
     vectors: dict[str, Tensor] = {}
     for name, each in embedding.vectors.items():
         alike = [name] if name in widths else []
@@ -218,7 +218,7 @@ def _fitted(embedding: EmbeddingFile, widths: Mapping[str, int], title: str) -> 
 
 
 def _changed(layer: str, weight: Tensor, updates: Sequence[tuple[Update, AppliedText]]) -> Tensor:
-    """A weight with its updates, in its own type."""
+    """Return a weight with its updates, in its own type."""
     exact = weight.detach().float()
     changed = exact.clone()
     for update, lora in updates:

@@ -45,13 +45,13 @@ class TextInputs:
         return TextInputs(*both)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors."""
+        """Return all tensors."""
         return (*self.slots.values(), *self.ids.values())
 
 
 def encoders_with_vectors(text: Text, model: Model) -> tuple[str, ...]:
-    """The names of the text encoders with vectors of the token: all for place output, those that may train for place
-    input."""
+    """Return the names of the text encoders with vectors of the token: all for place output, those that may train for
+    place input."""
     if text.embeddings is None:
         return ()
     return tuple(e.name for e in model.text.encoders if text.embeddings.place == "output" or e.may_train)
@@ -68,12 +68,12 @@ class PromptTokenizer:
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
 
     def expanded(self, prompt: str) -> str:
-        """The prompt as the text encoders read it."""
+        """Return the prompt as the text encoders read it."""
         option = self.text.embeddings
         return prompt if option is None else expand(prompt, option.token, option.words())
 
     def of(self, prompts: Sequence[str]) -> TextInputs:
-        """The inputs of a micro-batch's prompts."""
+        """Return the inputs of a micro-batch's prompts."""
         for prompt in prompts:
             if prompt not in self._known:
                 ids = {}
@@ -97,11 +97,11 @@ class PromptTokenizer:
         return slots
 
     def length(self, name: str) -> int:
-        """L of an encoder."""
+        """Return L of an encoder."""
         return int(self.encoders[name].length or self._tokenizer(name).model_max_length)
 
     def count(self, prompt: str) -> int:
-        """Tokens of a prompt in the first encoder, before truncation."""
+        """Count the tokens of a prompt in the first encoder, before truncation."""
         first = next(iter(self.encoders.values()))
         return first.counts(self._tokenizer(first.name), [self.expanded(prompt)])[0]
 
@@ -111,11 +111,8 @@ class PromptTokenizer:
         return {name: len(self.word_ids(name)) for name in self.with_vectors}
 
     def word_ids(self, name: str) -> list[int]:
-        """The ids of the token's words in an encoder.
-
-        Raises:
-            UserError: a word is not a single token of CLIP.
-        """
+        """Return the ids of the token's words in an encoder. Raises UserError if a word is not a single token of
+        CLIP."""
         option = self.text.embeddings
         assert option is not None
         tokenizer, words = self._tokenizer(name), option.words()

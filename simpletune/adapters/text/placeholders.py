@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def occurs(prompt: str, token: str) -> bool:
-    """Whether a prompt contains the token as a separate word."""
+    """Return whether a prompt contains the token as a separate word."""
     return _pattern(token).search(prompt) is not None
 
 
@@ -52,7 +52,7 @@ def positions(
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> list[int]:
-    """The ids of the words as an encoder reads them within a prompt, without the tokens that begin and end a prompt."""
+    """Return the ids of the words as an encoder reads them within a prompt, without its begin and end tokens."""
     return list(tokenizer(" ".join(words), add_special_tokens=False).input_ids)
 
 

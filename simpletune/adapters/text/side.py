@@ -68,7 +68,7 @@ PLAIN = TextSide()
 
 
 def embedding_digest(embedding: EmbeddingFile) -> str:
-    """A digest of an embedding's place and vectors."""
+    """Return a digest of an embedding's place and vectors."""
     digest = hashlib.sha256(embedding.place.encode())
     for encoder in sorted(embedding.vectors):
         vectors = embedding.vectors[encoder].detach().to("cpu", torch.float32).contiguous()

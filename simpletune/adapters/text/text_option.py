@@ -41,12 +41,12 @@ class Embeddings(Option):
     never."""
 
     def words(self) -> list[str]:
-        """The words that stand for the token in the text encoders, one for each vector."""
+        """Return the words that stand for the token in the text encoders, one for each vector."""
         initial = self.initial.split()
         return [initial[number % len(initial)] for number in range(self.vectors)]
 
     def use(self, file: str) -> str:
-        """Where the embeddings are, by the name of their file, and how prompts use them."""
+        """Say where the embeddings are, by the name of their file, and how prompts use them."""
         where = f"The embeddings of `{self.token}` are in `{file}`."
         if self.place == "output":
             return f"{where} They replace parts of the text encoders' output, which only simpletune reads."
@@ -89,13 +89,13 @@ class Text(Option):
         return self.embeddings is not None or self.lora is not None
 
     def resident(self, encoders: Sequence[str]) -> tuple[str, ...]:
-        """Those of the encoders that may train which run in every step, and therefore stay on the device."""
+        """Return those of the encoders that may train which run in every step, and therefore stay on the device."""
         if self.embeddings is not None and self.embeddings.place == "input":
             return tuple(encoders)
         return self.with_lora(encoders)
 
     def with_lora(self, encoders: Sequence[str]) -> tuple[str, ...]:
-        """Those of the encoders that may train which get a LoRA."""
+        """Return those of the encoders that may train which get a LoRA."""
         if self.lora is None:
             return ()
         return tuple(name for name in encoders if self.lora.encoders is None or name in self.lora.encoders)
@@ -118,13 +118,13 @@ class Text(Option):
         return count
 
     def lr_ratio(self, name: str, lr: float) -> float:
-        """The factor on ``optimizer.lr`` of a trained parameter, whose name begins with ``embeddings.`` or
+        """Return the factor on ``optimizer.lr`` of a trained parameter, whose name begins with ``embeddings.`` or
         ``encoders.``."""
         part = self.embeddings if name.startswith("embeddings.") else self.lora
         return 1.0 if part is None or part.learning_rate is None else part.learning_rate / lr
 
     def describe(self) -> list[str]:
-        """What trains, in words."""
+        """Describe what trains."""
         found = []
         if (option := self.embeddings) is not None:
             where = "output embeddings" if option.place == "output" else "input embeddings of CLIP"
@@ -141,11 +141,11 @@ NO_TEXT = Text()
 
 
 def embedding_name(run: str, token: str) -> str:
-    """The name of a run's embedding file: the run's name and the token, without characters unfit for file names."""
+    """Return the name of a run's embedding file: the run's name and the token, without characters unfit for files."""
     return f"{run}_{re.sub(r'[^A-Za-z0-9._-]+', '', token) or 'token'}.safetensors"
 
 
 def result_names(run: str, adapter: TrainingMethod, text: Text, denoiser: str) -> list[str]:
-    """The names of the files of a run's result: the LoRA or the denoiser's folder, then the embeddings."""
+    """Return the names of the files of a run's result: the LoRA or the denoiser's folder, then the embeddings."""
     first = [adapter.result(denoiser)] if adapter.trains or text.lora is not None else []
     return first + ([] if text.embeddings is None else [embedding_name(run, text.embeddings.token)])

@@ -126,7 +126,7 @@ class TextUpdate(nn.Module):
         return replace(conditioning, embeds=embeds, pooled=pooled)
 
     def _place(self, embeds: Tensor, region: TextRegion, length: int) -> Tensor:  # [b, L, width], a view
-        """A view of an encoder's output in the embeddings."""
+        """Return a view of an encoder's output in the embeddings."""
         rows = slice(embeds.shape[1] - length, None) if region.last else slice(length)
         return embeds[:, rows, region.column : region.column + region.width]
 
@@ -203,20 +203,20 @@ class TextUpdate(nn.Module):
 
 
 def token_table(encoder: nn.Module) -> nn.Embedding:
-    """The table of a CLIP encoder's token embeddings."""
+    """Return the table of a CLIP encoder's token embeddings."""
     table: nn.Embedding = encoder.get_input_embeddings()  # type: ignore[operator]
     return table
 
 
 def trained_text(model: nn.Module) -> TextUpdate | None:
-    """The text side that trains with a denoiser; None if there is none."""
+    """Return the text side that trains with a denoiser; None if there is none."""
     found = model._modules.get(NAME)
     return found if isinstance(found, TextUpdate) else None
 
 
 @contextmanager
 def without_text(model: nn.Module) -> Iterator[None]:
-    """Within this context, take the text side out of a denoiser, to export and constrain the denoiser alone."""
+    """Take the text side out of a denoiser within this context, to export and constrain the denoiser alone."""
     found = model._modules.pop(NAME, None)
     try:
         yield
@@ -227,7 +227,7 @@ def without_text(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def text_disabled(model: nn.Module) -> Iterator[None]:
-    """Within this context, disable what trains on the text side: the words of ``initial`` then replace the token."""
+    """Disable what trains on the text side within this context: the words of ``initial`` then replace the token."""
     from simpletune.adapters.methods.layers import updates_disabled
 
     found = trained_text(model)

@@ -74,11 +74,8 @@ class Captioner(ABC):
 
     @classmethod
     def processor_of(cls, place: ModelFolder) -> PilBackend:
-        """Load the folder's image processor in the form that needs no torchvision.
-
-        Raises:
-            UserError: the folder has no preprocessor_config.json, or it is damaged.
-        """
+        """Load the folder's image processor in the form that needs no torchvision. Raises UserError if the folder has
+        no preprocessor_config.json, or it is damaged."""
         import transformers
 
         kind: type[PilBackend] = getattr(transformers, f"{cls.processor_name}ImageProcessorPil")
@@ -96,20 +93,14 @@ class Captioner(ABC):
 
     @abstractmethod
     def inputs(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """Prepare a batch: pixels and token ids, on the CPU.
-
-        Raises:
-            ValueError: the model does not accept a picture's shape.
-        """
+        """Prepare a batch: pixels and token ids, on the CPU. Raises ValueError if the model rejects a picture's
+        shape."""
 
     @torch.no_grad()
     def caption(self, images: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
         """Write the most likely caption of each RGB picture, of at most ``length`` tokens, and whether it was cut off.
-
-        Raises:
-            ValueError: the model does not accept a picture's shape.
-            UserError: prompt and caption together exceed the model's context.
-        """
+        Raises ValueError if the model rejects a picture's shape, and UserError if prompt and caption together exceed
+        its context."""
         device = self.model.device
         dtype = next(each.dtype for each in self.model.parameters() if each.is_floating_point())
         inputs = {

@@ -80,11 +80,8 @@ class TagChoice:
 
 
 def find_tagger(name: str) -> TaggerInfo | None:
-    """Find a tagger by its folder or hub name, and read its tags; None if the model is no tagger.
-
-    Raises:
-        UserError: the folder is incomplete or its list of tags damaged.
-    """
+    """Find a tagger by its folder or hub name, and read its tags; None if the model is no tagger. Raises UserError if
+    the folder is incomplete or its list of tags damaged."""
     folder: Path | None = Path(name)
     if is_hub_name(name):
         folder = files_folder(name, (MODEL, TAGS))

@@ -114,11 +114,7 @@ class CardFile(Option):
 
 
 def read_card_file(file: Path) -> CardFile:
-    """Read a file of figures.
-
-    Raises:
-        UserError: it cannot be read, or is none of this version.
-    """
+    """Read a file of figures. Raises UserError if it cannot be read, or is none of this version."""
     try:
         return CardFile.model_validate(strict_json.read(file, MAX_BYTES))
     except (OSError, strict_json.JsonError, ValidationError) as error:
@@ -140,11 +136,8 @@ def bench(where: str, out: Path | None) -> None:
 
 
 def measure_runs(machine: Machine, where: str, out: Path | None, seconds: float = SECONDS) -> Path:
-    """Take the runs, and write the file after each; a file that exists is continued.
-
-    Raises:
-        UserError: there is no card, the file is another machine's, or no run could be measured.
-    """
+    """Take the runs, and write the file after each; a file that exists is continued. Raises UserError if there is no
+    card, the file is another machine's, or no run could be measured."""
     deadline = time.monotonic() + seconds
     card = describe(machine, where)
     file = out or Path(card.file_name)
@@ -179,11 +172,8 @@ def measure_runs(machine: Machine, where: str, out: Path | None, seconds: float 
 
 
 def describe(machine: Machine, where: str) -> CardFile:
-    """Describe the machine for a file: nothing of its user, folders or network.
-
-    Raises:
-        UserError: torch finds no card, or cannot be asked.
-    """
+    """Describe the machine for a file: nothing of its user, folders or network. Raises UserError if torch finds no
+    card, or cannot be asked."""
     torch, core = machine.ask("torch"), machine.ask("core")
     for answer in (torch, core):
         if "error" in answer:

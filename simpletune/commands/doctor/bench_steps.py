@@ -117,11 +117,8 @@ def free_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def run_config(overrides: Sequence[str], capability: tuple[int, int] | None) -> TrainConfig:
-    """Return the configuration of a run; without a card, of the tiny model.
-
-    Raises:
-        ConfigError: the card lacks what the run needs.
-    """
+    """Return the configuration of a run; without a card, of the tiny model. Raises ConfigError if the card lacks what
+    the run needs."""
     base = ("schedule.warmup_steps=0", "data.path=demo:pictures", "precision.compute=auto")
     tiny = () if capability else TINY
     with silence():

@@ -74,11 +74,8 @@ def image_size(config: TrainConfig, args: argparse.Namespace) -> tuple[int, int]
 
 
 def require_inputs(request: ImageRequest, strength: bool, place: int) -> None:
-    """Check that a request's arguments have the picture and the mask that they need, and that these can be used.
-
-    Raises:
-        UserError: they do not, or cannot.
-    """
+    """Check that a request's arguments have the picture and the mask that they need, and that these can be used. Raises
+    UserError if they do not, or cannot."""
     if request.image is None and request.mask is None and strength:
         raise UserError(f"--strength: {request.strength:g} needs an initial picture. Give one: --image FILE")
     if request.mask is None and request.paste:

@@ -65,12 +65,12 @@ def _commands(text: str, shell: type[Shell]) -> Iterator[Command]:
 
 
 def _program(word: str) -> str:
-    """The name of a program, without its folder and ``.exe``."""
+    """Return the name of a program, without its folder and ``.exe``."""
     return PureWindowsPath(word).name.lower().removesuffix(".exe")
 
 
 def _script(words: list[str]) -> int | None:
-    """The place of the Python script that a command runs, or of its module (``-m``)."""
+    """Return the place of the Python script that a command runs, or of its module (``-m``)."""
     if _program(words[0]) in SAYS:
         return None
     launched = False
@@ -93,7 +93,7 @@ def _name(words: list[str], at: int) -> str:
 
 
 def split_words(text: str) -> list[str]:
-    """Split a line as a shell does; ``ValueError`` for quotes that never close and ``TooLong``."""
+    """Split a line as a shell does. Raises ValueError if quotes never close, TooLong if it is too long."""
     if len(text) > MOST_TEXT:
         raise TooLong(f"a command of {len(text):,} characters. Use at most {MOST_TEXT:,}")
     return shlex.split(text)
@@ -116,5 +116,5 @@ def read_flags(words: list[str]) -> Json:
 
 
 def listed(value: object) -> list[object]:
-    """One value or several, as a list."""
+    """Return one value or several, as a list."""
     return value if isinstance(value, list) else [value]

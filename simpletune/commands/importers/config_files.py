@@ -36,7 +36,7 @@ class TooDeep(ValueError):
 
 
 def read_any(file: Path) -> object:
-    """Read a file to values of JSON; a ``UserError`` says what is wrong with it, and where if its parser knows."""
+    """Read a file to values of JSON. Raises UserError if it cannot, with the place if the parser knows it."""
     try:
         content = read_regular(file, MOST)
     except FileNotFoundError:
@@ -78,7 +78,7 @@ def read_any(file: Path) -> object:
 
 
 def parse(text: str, suffix: str) -> object:
-    """Parse a text in the format that a file's suffix stands for; raises the parsers' own errors."""
+    """Parse a text in the format that a file's suffix stands for. Raises the parser's own error if it cannot."""
     if suffix in SHELLS:
         return read_command(text, suffix) or {}
     if suffix in (".yaml", ".yml"):

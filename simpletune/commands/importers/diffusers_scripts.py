@@ -208,7 +208,7 @@ def _data(found: Translation, method: str) -> Translation:
 
 
 def _prior(found: Translation, source: Translation) -> None:
-    """Translate prior preservation, which draws class pictures into a folder there and into the cache here."""
+    """Translate prior preservation, which generates class pictures into a folder there and into the cache here."""
     found.set("prior", {"method": "class_pictures"})
     for key, path, value in (
         ("class_prompt", "prior.prompt", source.read("class_prompt", as_text)),

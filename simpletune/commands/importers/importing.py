@@ -74,7 +74,7 @@ class ImportResult:
     missing: list[Problem] = field(default_factory=list)  # files and models that it names but this machine lacks
 
     def lists(self) -> dict[Listed, list[KeyOutcome]]:
-        """Lines by the list that they are printed in. A key stands in one: its lines that differ are changes."""
+        """Return lines by the list that they are printed in. A key stands in one: its lines that differ are changes."""
         of_keys: dict[str, list[KeyOutcome]] = {}
         for line in self.lines:
             of_keys.setdefault(line.key, []).append(line)
@@ -109,7 +109,7 @@ def import_command(file: Path, data: Path | None, out: Path | None, overwrite: b
 
 
 def _report(found: ImportResult) -> Iterator[str]:
-    """What was left out and changes the result, and why; what is unknown, was changed or taken; what was left out
+    """Yield what was left out and changes the result, and why; what is unknown, was changed or taken; what was left out
     without an effect; options that were off; what is missing here."""
     yield f"{'from':<10} {found.tool}"
     lists = found.lists()

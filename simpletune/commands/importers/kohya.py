@@ -384,7 +384,7 @@ def _layers_of_unet(found: Translation, args: Translation, rank: int | None, alp
 
 
 def _rates(text: str, blocks: int) -> list[float]:
-    """Learning rates of a side's blocks: numbers, or the name of a curve, to which a number may be added."""
+    """Return the learning rates of a side's blocks: numbers, or the name of a curve, to which a number may be added."""
     name, _, base = text.partition("+")
     if not name[:1].isalpha():
         return [number(part) if part.strip() else 0.0 for part in text.split(",")]
@@ -397,8 +397,8 @@ def _rates(text: str, blocks: int) -> list[float]:
 
 
 def _of_blocks(settings: Mapping[str, Json]) -> list[Json]:
-    """``adapter.layers`` from what differs in each attention, by diffusers' name: by levels where they do not differ
-    within."""
+    """Return ``adapter.layers`` from what differs in each attention, by diffusers' name: by levels where they do not
+    differ within."""
     sides: dict[str, dict[str, list[Json]]] = {"mid": {}, "down": {}, "up": {}}
     for name, own in settings.items():
         side, level = name.partition("_")[0], name.split(".")[1]

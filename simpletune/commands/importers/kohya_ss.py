@@ -61,8 +61,8 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
 
 
 def _unused(fields: Json) -> dict[str, str]:
-    """Fields that the GUI does not use, and why: those of SD3, of SDXL and of one kind of noise count only if they are
-    chosen."""
+    """Return the fields that the GUI does not use, and why: those of SD3, of SDXL and of one kind of noise count only
+    if they are chosen."""
     tables = trainer_tables(NAME)
     unused = dict.fromkeys(tables["other_models"], "of models that are refused")
     if is_off(fields.get("sd3_checkbox")):

@@ -27,7 +27,7 @@ MODULES = {"algo": "lycoris.kohya", "unit": "networks.dylora"}  # by an argument
 
 
 def is_preset(settings: Json) -> bool:
-    """Whether a section has the GUI's own name and division."""
+    """Return whether a section has the GUI's own name and division."""
     sections = (settings.get(name) for name in trainer_tables(NAME)["sections"])
     return any(isinstance(each, dict) and {"args", "dataset_args"} & each.keys() for each in sections)
 

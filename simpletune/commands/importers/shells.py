@@ -128,12 +128,7 @@ class Shell:
         self._unknown: dict[str, str] = {}  # what is not known of variables, by their names
 
     def read(self, text: str) -> Iterator[Command]:
-        """Yield the commands of a file.
-
-        Raises:
-            TooLong: A command, the variables' values or the loops exceed their bounds.
-            RecursionError: Blocks are nested too deeply.
-        """
+        """Yield a file's commands. Raises TooLong if it exceeds a bound, RecursionError if blocks are too deep."""
         yield from self._run(self.blocks(text.replace("\r\n", "\n")), True)
 
     def blocks(self, text: str) -> list[Node]:
@@ -144,14 +139,14 @@ class Shell:
         raise NotImplementedError
 
     def holds(self, text: str) -> bool | None:
-        """Whether a condition holds; None if the file alone does not tell."""
+        """Return whether a condition holds; None if the file alone does not tell."""
         raise NotImplementedError
 
     def words_of(self, text: str) -> list[str]:
         raise NotImplementedError
 
     def items(self, text: str) -> list[str]:
-        """What a loop goes through."""
+        """Return what a loop goes through."""
         return self.words_of(text)
 
     def _run(self, nodes: list[Node], sure: bool) -> Iterator[Command]:
@@ -207,7 +202,7 @@ class Shell:
         self.variables[name] = value
 
     def _value(self, name: str, shown: str) -> list[str] | None:
-        """A variable's value; None if it has none here, which is noted."""
+        """Return a variable's value; None if it has none here, which is noted."""
         found = self.variables.get(name)
         if name in self._unknown:
             self.notes[shown] = self._unknown[name]
@@ -243,7 +238,7 @@ class Shell:
 
 
 def _joined(tokens: list[str]) -> str:
-    """A statement without the blanks around it; an escaped one at its end stays."""
+    """Join a statement without the blanks around it; an escaped one at its end stays."""
     while tokens and tokens[-1].isspace():
         tokens.pop()
     whole = "".join(tokens).lstrip()
@@ -381,7 +376,7 @@ class Tokenised(Shell):
             yield Statement(whole, operator, started)
 
     def goes_on(self, parts: list[str]) -> bool:
-        """Whether a statement goes on in the next line without a mark."""
+        """Return whether a statement goes on in the next line without a mark."""
         return False
 
     def pieces(self, text: str) -> Iterator[list[tuple[str, str]]]:
@@ -649,7 +644,7 @@ class Cmd(Shell):
         end()
 
     def _heads_block(self, parts: list[str]) -> bool:
-        """Whether what stands before a bracket makes it one of a block: nothing, else, do, or a condition."""
+        """Return whether what stands before a bracket makes it one of a block: nothing, else, do, or a condition."""
         words = [part for part in parts[-3:] if not part.isspace()]
         if not words or words[-1].lower() in ("else", "do"):
             return True
@@ -808,7 +803,7 @@ class PowerShell(Tokenised):
         return [expression.strip()] if value is None else value
 
     def _evaluate(self, expression: str, depth: int = 0) -> list[str] | None:
-        """The value of an expression, one text or several; None if it is none of those that are read."""
+        """Evaluate an expression to one text or several; None if it is none of those that are read."""
         self._read(len(expression))
         expression = re.sub(r"^\s*(?:\[[\w.\[\]]+\]\s*(?!::))*", "", expression).strip()
         if (
@@ -920,7 +915,7 @@ class PowerShell(Tokenised):
         return self._compare(one, operator, two)
 
     def _given(self, expression: str) -> list[str] | None:
-        """The value of an expression in a condition, where a variable without one is empty."""
+        """Evaluate an expression in a condition, where a variable without a value is empty."""
         name = re.fullmatch(r"\$(?:\w+:)?(\w+)", expression.strip())
         if name is not None and name[1].lower() not in ("true", "false", "null"):
             return None if name[1].lower() in self._unknown else self.variables.get(name[1].lower(), [])

@@ -143,7 +143,7 @@ class Translation:
         return key in self.settings
 
     def sets_empty(self, key: str) -> bool:
-        """Whether the file sets a key to nothing, as null does."""
+        """Return whether the file sets a key to nothing, as null does."""
         return key in self._empty
 
     def read(self, key: str, kind: Callable[[object], T]) -> T | None:
@@ -239,7 +239,7 @@ class Translation:
                 self.leave(row.key, f"simpletune has nothing like it, only {', '.join(row.values)}")
 
     def _lacks(self, path: str) -> str | None:
-        """Why the chosen adapter or objective has no such field; None if it has."""
+        """Return why the chosen adapter or objective has no such field; None if it has."""
         section, _, leaf = path.partition(".")
         union = None if section not in ("adapter", "objective") else union_of(TrainConfig.model_fields[section])
         if union is None or self.place:
@@ -327,12 +327,12 @@ def row_of(key: str, table: Mapping[str, object]) -> str | None:
 
 
 def _is_nearer(row: str | None, other: str) -> bool:
-    """Whether a row names a key more closely than the other one."""
+    """Return whether a row names a key more closely than the other one."""
     return row is not None and other.endswith("*") and (not row.endswith("*") or len(row) > len(other))
 
 
 def local_path(value: object) -> object:
-    """Under WSL, a path of Windows as it is called there; anything else unchanged."""
+    """Return a path of Windows as it is called under WSL, if this is WSL; anything else unchanged."""
     if not is_under_wsl():
         return value
     if isinstance(value, list):
@@ -343,7 +343,7 @@ def local_path(value: object) -> object:
 
 
 def is_off(value: object) -> bool:
-    """Whether an option with this value is switched off: empty, false, 0, or a word for them."""
+    """Return whether an option with this value is switched off: empty, false, 0, or a word for them."""
     return not value or str(value).strip().lower() in ("false", "no", "none", "off", "0", "0.0")
 
 

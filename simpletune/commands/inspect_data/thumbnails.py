@@ -38,8 +38,8 @@ def tile(
 
 
 def grey_hole(small: Image.Image, view: Crop, place: int) -> Image.Image:
-    """Fill the hole of a crop's thumbnail with grey, as the autoencoder sees it; ``place`` as for ``hole_pixels``,
-    which raises."""
+    """Fill the hole of a crop's thumbnail with grey, as the autoencoder sees it; ``place`` as for ``hole_pixels``.
+    Raises UnusableImage if the hole's mask is unusable."""
     hole = Image.fromarray(hole_pixels(view, place)).resize(small.size, Image.Resampling.NEAREST)
     return Image.composite(Image.new("RGB", small.size, (128, 128, 128)), small, hole)
 

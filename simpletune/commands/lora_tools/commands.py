@@ -53,7 +53,7 @@ class NamedLora:
     step: int | None = None  # step of the run's checkpoint; None for the run's result
 
     def config(self, metadata: Mapping[str, str]) -> TrainConfig | None:
-        """The configuration that made the LoRA: the run's, else the one in the file's header, else None."""
+        """Return the configuration that made the LoRA: the run's, else the one in the file's header, else None."""
         text: str | bytes | None = metadata.get(EMBEDDED)
         if self.run is not None and (self.run / CONFIG).is_file():
             text = (self.run / CONFIG).read_bytes()
@@ -310,14 +310,16 @@ def extract(args: argparse.Namespace) -> Path:
 
 
 def names_of_run(config: TrainConfig | None, header: LoraHeader) -> LoraNames | None:
-    """The LoRA names of the family that a file is for: of its run, else as the file shows; None if it shows none."""
+    """Return the LoRA names of the family that a file is for: of its run, else as the file shows; None if it shows
+    none."""
     if config is not None:
         return config.model.lora[0].names
     return None if header.layout is None else header.layout.names
 
 
 def names_of_sources(sources: Sequence[NamedLora], headers: Sequence[LoraHeader]) -> LoraNames | None:
-    """The LoRA names of the family that files are for; None if no file shows one. UserError: they are for several."""
+    """Return the LoRA names of the family that files are for; None if no file shows one. Raises UserError if they are
+    for several."""
     found: dict[LoraNames, str] = {}
     for source, header in zip(sources, headers, strict=True):
         config = source.config(header.metadata)
@@ -331,8 +333,9 @@ def names_of_sources(sources: Sequence[NamedLora], headers: Sequence[LoraHeader]
 
 
 def usual_layout(names: LoraNames | None, header: LoraHeader) -> Layout | None:
-    """The layout of a file that is made from another one, unless the user wants one: that of a run's result; but the
-    other file's, if that has diffusers' names and the result original ones, which may be other layers' in its model."""
+    """Return the layout of a file that is made from another one, unless the user wants one: that of a run's result; but
+    the other file's, if that has diffusers' names and the result original ones, which may be other layers' in its
+    model."""
     if names is None:
         return None
     layouts, own = family_of_names(names).lora, header.layout
@@ -342,7 +345,8 @@ def usual_layout(names: LoraNames | None, header: LoraHeader) -> Layout | None:
 
 
 def require_suited(source: NamedLora, config: TrainConfig | None, wanted: str | None) -> None:
-    """See ``suited_layout``, for a run whose model is there; nothing shows the model of another file."""
+    """Check that ``suited_layout`` accepts the wanted layout, for a run whose model is there; nothing shows the model
+    of another file. Raises UserError if it does not."""
     if source.run is None or config is None:
         return
     try:
@@ -354,8 +358,8 @@ def require_suited(source: NamedLora, config: TrainConfig | None, wanted: str | 
 
 
 def suited_layout(family: Family, config: ModelConfig, wanted: str | None = None) -> Layout:
-    """The layout of a run's result on a model of this configuration. UserError: the wanted one has original names that
-    are those of other layers in the published models."""
+    """Return the layout of a run's result on a model of this configuration. Raises UserError if the wanted one has
+    original names that are those of other layers in the published models."""
     suited = [each for each in family.lora if not each.original or each.names.suits(config)]
     if any(each.name == wanted for each in family.lora if each not in suited):
         raise UserError(
@@ -395,7 +399,7 @@ def write_lora_file(
 def kept_fields(
     source: NamedLora, header: LoraHeader, written: Mapping[str, str]
 ) -> tuple[Mapping[str, str], Sequence[str]]:
-    """``foreign_fields`` of a file; none of a run's own, whose configuration the header is written from."""
+    """Return ``foreign_fields`` of a file; none of a run's own, whose configuration the header is written from."""
     return foreign_fields(header.metadata, written) if source.run is None else ({}, [])
 
 

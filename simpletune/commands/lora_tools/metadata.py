@@ -44,7 +44,8 @@ DATE = "%Y-%m-%dT%H:%M:%SZ"
 def header_of(
     updates: Updates, title: str, config: TrainConfig | None, steps: int | None, names: LoraNames | None
 ) -> dict[str, str]:
-    """The header of a LoRA of the family with these names; None: not known, for updates of text encoders only."""
+    """Return the header of a LoRA of the family with these names; None: not known, for updates of text encoders
+    only."""
     common = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
@@ -71,7 +72,7 @@ def header_of(
 
 
 def _dim_and_alpha(updates: Sequence[Update]) -> tuple[str, str]:
-    """The common rank and alpha; sd-scripts' term for several."""
+    """Return the common rank and alpha; sd-scripts' term for several."""
     found = {update.dim or 1 for update in updates}, {(update.dim or 1) * update.scale for update in updates}
     rank, alpha = (f"{min(values):g}" if len(values) == 1 else "Dynamic" for values in found)
     return rank, alpha
@@ -101,8 +102,8 @@ OF_TENSORS = re.compile(
 
 
 def foreign_fields(known: Mapping[str, str], written: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Other fields of a file's header, which the file that is made from it keeps, and the names of those that it cannot
-    keep because they describe tensors."""
+    """Return the other fields of a file's header, which the file that is made from it keeps, and the names of those
+    that it cannot keep because they describe tensors."""
     others = {name: value for name, value in known.items() if name not in written}
     return {name: value for name, value in others.items() if not OF_TENSORS.search(name)}, [
         name for name in others if OF_TENSORS.search(name) and name not in ("format", EMBEDDED)
@@ -171,7 +172,7 @@ def source_note(what: str, sources: Json) -> dict[str, str]:
 
 
 def trained_at(run: Path) -> str | None:
-    """When a run's last attempt ended, in UTC as ISO 8601; None if it is not recorded.
+    """Return when a run's last attempt ended, in UTC as ISO 8601; None if it is not recorded.
 
     Exports of one run have the same date, and so the same bytes.
     """
@@ -182,8 +183,8 @@ def trained_at(run: Path) -> str | None:
 
 
 def thumbnail(run: Path, step: int | None) -> str | None:
-    """A run's validation picture of a step, or of the last one drawn, as a small JPEG in a data URI; None if there is
-    none."""
+    """Return a run's validation picture of a step, or of the last one generated, as a small JPEG in a data URI; None if
+    there is none."""
     states = sorted((run / SAMPLES).glob("step-*")) if step is None else [run / SAMPLES / f"step-{step:06d}"]
     for state in reversed(states):
         for file in sorted(state.glob("prompt-*.png")):
@@ -192,7 +193,7 @@ def thumbnail(run: Path, step: int | None) -> str | None:
 
 
 def small_jpeg(file: Path) -> str | None:
-    """A picture as a square JPEG in a data URI of at most ``MOST`` characters; None if it cannot be read.
+    """Return a picture as a square JPEG in a data URI of at most ``MOST`` characters; None if it cannot be read.
 
     Drops metadata, because a PNG's text chunks contain the prompt.
     """
@@ -213,7 +214,7 @@ def small_jpeg(file: Path) -> str | None:
 
 
 def trigger_of(config: TrainConfig) -> str | None:
-    """The trigger words: the prompt of all pictures, or what precedes every caption."""
+    """Return the trigger words: the prompt of all pictures, or what precedes every caption."""
     if config.data.prompt:
         return config.data.prompt
     prefixes = {source.caption_prefix.strip(" ,") for source in config.data.members if not source.regularization}

@@ -1,4 +1,4 @@
-"""What families trained by rectified flow do differently: the network's time and sign, and a drawing's noise levels."""
+"""What families trained by rectified flow do differently: the network's time and sign, and sampling's noise levels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 def linear_mu(scheduler: ModelConfig, tokens: int, steps: int) -> float:
-    """Linear in the number of picture tokens (``calculate_shift`` of diffusers' pipelines, from FLUX.1)."""
+    """Compute mu, linear in the number of picture tokens (``calculate_shift`` of diffusers' pipelines, from FLUX.1)."""
     rise = scheduler["max_shift"] - scheduler["base_shift"]
     slope = rise / (scheduler["max_image_seq_len"] - scheduler["base_image_seq_len"])
     return tokens * slope + (scheduler["base_shift"] - slope * scheduler["base_image_seq_len"])
 
 
 def empirical_mu(scheduler: ModelConfig, tokens: int, steps: int) -> float:
-    """FLUX.2's, linear in tokens at 10 and at 200 steps and in steps between (``compute_empirical_mu`` of diffusers'
-    pipelines); the scheduler's configuration, which has values of FLUX.1, does not count."""
+    """Compute FLUX.2's mu, linear in tokens at 10 and at 200 steps and in steps between (``compute_empirical_mu`` of
+    diffusers' pipelines); the scheduler's configuration, which has values of FLUX.1, does not count."""
     at_10, at_200 = 8.73809524e-05 * tokens + 1.89833333, 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
         return at_200
@@ -30,7 +30,7 @@ def empirical_mu(scheduler: ModelConfig, tokens: int, steps: int) -> float:
 
 class FlowConventions(NamedTuple):
     """What a family's network reads and predicts under the objective ``flow``, and how its pipeline in diffusers spaces
-    the noise levels of a drawing. The defaults are SD3's."""
+    the noise levels of sampling. The defaults are SD3's."""
 
     time_at_0: float = 0.0
     """What the network receives as its timestep at sigma 0, where z_t is the picture."""
@@ -45,7 +45,7 @@ class FlowConventions(NamedTuple):
     """Whether n steps begin, before the shift, with the levels 1, 1 - 1/n, ..., 1/n, or with the scheduler's own."""
 
     def time(self, sigma: Tensor) -> Tensor:  # [n] -> [n]
-        """The network's timestep at a noise level."""
+        """Return the network's timestep at a noise level."""
         time = (self.time_at_1 - self.time_at_0) * sigma
         return self.time_at_0 + time if self.time_at_0 else time
 

@@ -130,7 +130,7 @@ class Ddpm(TrainingObjective):
         return noise
 
     def prediction_of(self, scheduler: ModelConfig) -> str:
-        """``epsilon`` or ``v``."""
+        """Return ``epsilon`` or ``v``."""
         if self.prediction != "auto":
             return self.prediction
         return PREDICTIONS[scheduler.get("prediction_type", "epsilon")]
@@ -165,11 +165,8 @@ class Ddpm(TrainingObjective):
 
 
 def schedule_of(scheduler: ModelConfig) -> list[float]:  # [T]
-    """Compute abar of every timestep in float64 from the betas of a scheduler config, with diffusers' defaults.
-
-    Raises:
-        ValueError: the schedule is unknown.
-    """
+    """Compute abar of every timestep in float64 from the betas of a scheduler config, with diffusers' defaults. Raises
+    ValueError if the schedule is unknown."""
     kind, count = scheduler.get("beta_schedule", "linear"), scheduler.get("num_train_timesteps", TIMESTEPS)
     first, last = scheduler.get("beta_start", 0.0001), scheduler.get("beta_end", 0.02)
     if count != TIMESTEPS:
@@ -213,19 +210,19 @@ class DdpmProcess:
         self._tables: dict[torch.device, Tensor] = {}  # [3, T]
 
     def noised(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """z_t = sqrt(abar) z_0 + sqrt(1 - abar) noise (arXiv:2006.11239, eq. 4)."""
+        """Compute z_t = sqrt(abar) z_0 + sqrt(1 - abar) noise (arXiv:2006.11239, eq. 4)."""
         signal, spread, _ = self._at(level)
         return signal * z_0 + spread * noise
 
     def target(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """The noise, or v = sqrt(abar) noise - sqrt(1 - abar) z_0 (arXiv:2202.00512, section 4)."""
+        """Return the noise, or v = sqrt(abar) noise - sqrt(1 - abar) z_0 (arXiv:2202.00512, section 4)."""
         if not self.v:
             return noise
         signal, spread, _ = self._at(level)
         return signal * noise - spread * z_0
 
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The mean error, weighted by level and, if given, by ``weight``."""
+        """Compute the mean error, weighted by level and, if given, by ``weight``."""
         c = None
         if self.huber is not None:
             signal, spread, _ = self._at(level)
@@ -236,7 +233,7 @@ class DdpmProcess:
         return (self._at(level)[2] * found).mean() if self.weighted else found.mean()
 
     def time(self, level: Tensor) -> Tensor:  # [b], int64
-        """The timestep itself."""
+        """Return the timestep itself."""
         return level.long()
 
     def _at(self, level: Tensor) -> tuple[Tensor, ...]:  # three [b, 1, 1, 1]

@@ -53,7 +53,7 @@ class Mode:
     scale: float  # s, from -1 to ``STEEPEST``: below 0 the middle is thinned out, 0 is uniform, above 0 it is favoured
 
     def quantile(self, q: float) -> float:
-        """f(u) = 1 - u - s (cos^2(pi u / 2) - 1 + u) at u = 1 - q."""
+        """Compute f(u) = 1 - u - s (cos^2(pi u / 2) - 1 + u) at u = 1 - q."""
         return q - self.scale * (math.sin(math.pi * q / 2) ** 2 - q)
 
     def cdf(self, x: float) -> float:
@@ -82,8 +82,8 @@ class Beta:
         return inverse(self.cdf, q)
 
     def cdf(self, x: float) -> float:
-        """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22), which converges fast
-        below the mean; above it, by symmetry."""
+        """Compute the regularised incomplete beta function, by its continued fraction (DLMF 8.17.22), which converges
+        fast below the mean; above it, by symmetry."""
         if x <= 0 or x >= 1:
             return float(x >= 1)
         a, b = self.alpha, self.beta
@@ -110,7 +110,7 @@ def inverse(rising: Callable[[float], float], y: float) -> float:
 
 
 def between(density: Density, q: float, low: float, high: float) -> float:
-    """The quantile q of a density restricted to the range between two levels, where it keeps its shape."""
+    """Return the quantile q of a density restricted to the range between two levels, where it keeps its shape."""
     first, last = density.cdf(low), density.cdf(high)
     q = min(max(first + q * (last - first), SMALLEST), 1 - SMALLEST)
     return min(max(density.quantile(q), low), high)

@@ -28,7 +28,7 @@ RAREST = 1e-6
 """Least share of the density that may lie between min_sigma and max_sigma."""
 
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
-"""diffusers' scheduler of flows, whose noise levels a drawing has."""
+"""diffusers' scheduler of flows, whose noise levels sampling takes."""
 SCHEDULE = frozenset(
     "num_train_timesteps shift use_dynamic_shifting base_shift max_shift base_image_seq_len max_image_seq_len "
     "invert_sigmas shift_terminal use_karras_sigmas use_exponential_sigmas use_beta_sigmas time_shift_type "
@@ -100,7 +100,7 @@ class Flow(TrainingObjective):
         known = (*SCHEDULE, "auto_map")  # the latter names code for transformers, which is never run
         unknown = [key for key, value in config.items() if key not in known and value not in (None, False)]
         unknown = [key for key in unknown if not key.startswith("_")]
-        # What other schedulers than those of flows are told does not concern a flow, unless they were made to draw one.
+        # What other schedulers than those of flows are told does not concern a flow, unless they can sample one.
         if not str(config.get("_class_name", SCHEDULER)).startswith("FlowMatch"):
             unknown = [key for key in unknown if key == "use_flow_sigmas"]
         if unknown:
@@ -133,7 +133,7 @@ class Flow(TrainingObjective):
         return densities[self.sigma]
 
     def process(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions) -> FlowProcess:
-        """A flow needs no scheduler's configuration."""
+        """Build the process; a flow needs no scheduler's configuration."""
         return FlowProcess(self.huber, conventions)
 
     def solver(
@@ -168,16 +168,16 @@ class FlowProcess:
         self.huber, self.sign, self.time = huber, conventions.sign, conventions.time
 
     def noised(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """z_t = (1 - sigma) z_0 + sigma noise (arXiv:2403.03206, eq. 13)."""
+        """Compute z_t = (1 - sigma) z_0 + sigma noise (arXiv:2403.03206, eq. 13)."""
         sigma = level.view(-1, 1, 1, 1)
         return (1 - sigma) * z_0 + sigma * noise
 
     def target(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """The velocity dz_t / dsigma = noise - z_0 (arXiv:2403.03206, section 2), with the network's sign."""
+        """Compute the velocity dz_t / dsigma = noise - z_0 (arXiv:2403.03206, section 2), with the network's sign."""
         return noise - z_0 if self.sign > 0 else z_0 - noise
 
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The mean over all elements of ``weight`` times the error."""
+        """Compute the mean over all elements of ``weight`` times the error."""
         found = errors(prediction, target, None if self.huber is None else self.huber.c_at(level, 1 - level))
         return (found if weight is None else weight * found).mean()
 
@@ -202,13 +202,13 @@ class Euler:
         return self._process.noised(z_0, noise, self.sigmas[index : index + 1].to(noise.device))
 
     def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:
-        """z + (sigma_next - sigma) velocity."""
+        """Return z + (sigma_next - sigma) velocity."""
         now, then = self.sigmas[index], self.sigmas[index + 1]
         return z + (then - now if self._process.sign > 0 else now - then).to(z.device) * prediction
 
 
 def shift_sigma(sigma: float, shift: float) -> float:
-    """sigma' = s sigma / (1 + (s - 1) sigma) (arXiv:2403.03206, eq. 23)."""
+    """Compute sigma' = s sigma / (1 + (s - 1) sigma) (arXiv:2403.03206, eq. 23)."""
     return shift * sigma / (1.0 + (shift - 1.0) * sigma)
 
 

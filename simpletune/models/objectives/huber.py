@@ -24,7 +24,7 @@ class Huber(Option):
     from 1 to its value."""
 
     def c_at(self, level: Tensor, signal: Tensor) -> Tensor | float:  # [b, 1, 1, 1]
-        """The c of each sample, from its noise level [b] in 0..1 and the signal's share of signal + noise [b]."""
+        """Return each sample's c, from its noise level [b] in 0..1 and the signal's share of signal + noise [b]."""
         if self.schedule == "constant":
             return self.c
         levels = self.c**level if self.schedule == "exponential" else (1 - self.c) * signal.square() + self.c
@@ -36,7 +36,7 @@ def errors(
     target: Tensor,  # [b, c, h, w]
     c: Tensor | float | None,
 ) -> Tensor:  # [b, c, h, w], fp32
-    """Squared errors, or with c their pseudo-Huber form, which approaches them where they are far below c^2."""
+    """Compute squared errors, or with c their pseudo-Huber form, which approaches them where they are far below c^2."""
     squares = (prediction.float() - target.float()).square()
     if c is None:
         return squares

@@ -1,4 +1,4 @@
-"""The base class of objectives, and the protocols of their noising processes and of the solvers that draw with them.
+"""The base class of objectives, and protocols of their noising processes and of the solvers that generate with them.
 
 Shapes: b samples, c latent channels, h and w are the latent's height and width (an eighth of the picture's), s steps.
 """
@@ -35,13 +35,13 @@ class TrainingObjective(Option):
         yield from ()
 
     def require(self, scheduler: ModelConfig) -> None:
-        """ConfigError: the objective does not fit the model."""
+        """Raise ConfigError if the objective does not fit the model."""
         problems = [*self.rules(), *self.problems(lambda: scheduler)]
         if problems:
             raise ConfigError(problems)
 
     def describe(self, scheduler: ModelConfig | None, source: str) -> str | None:
-        """What the network predicts, and by what, for ``check``; None: there is no choice, or it is not known.
+        """Say what the network predicts, and by what, for ``check``; None: there is no choice, or it is not known.
 
         Args:
             scheduler: the model's ``scheduler_config.json``; None if it needs a download.
@@ -50,11 +50,11 @@ class TrainingObjective(Option):
         return None
 
     def is_idle(self, scheduler: ModelConfig) -> bool:
-        """Whether every level that it draws has a weight of 0."""
+        """Return whether every level that it draws has a weight of 0."""
         return False
 
     def shift_at(self, resolution: int) -> float:
-        """The shift of noise levels for a training resolution in pixels; 1 does not shift."""
+        """Return the shift of noise levels for a training resolution in pixels; 1 does not shift."""
         return 1.0
 
     def draw(self, stream: np.random.Generator, shift: float) -> float:
@@ -62,7 +62,7 @@ class TrainingObjective(Option):
         raise NotImplementedError
 
     def quantile(self, quantile: float, shift: float) -> float:
-        """The noise level at a quantile of the density, for the fixed levels of the validation loss."""
+        """Return the noise level at a quantile of the density, for the fixed levels of the validation loss."""
         raise NotImplementedError
 
     def noise(self, stream: np.random.Generator, shape: Sequence[int]) -> np.ndarray:  # [c, h, w]
@@ -93,14 +93,14 @@ class TrainingObjective(Option):
         conventions: FlowConventions,
         tokens: Callable[[], int],
     ) -> Solver:
-        """Build the solver of one drawing.
+        """Build the solver of one generation.
 
         Args:
             scheduler: the model's ``scheduler_config.json``.
             steps: the number of steps.
             skipped: how many of the first, noisiest steps to leave out.
             conventions: the family's, if it is trained by flow.
-            tokens: returns the number of picture tokens that a drawn picture has, on which the shift may depend.
+            tokens: returns the number of tokens of the generated picture, on which the shift may depend.
 
         Raises:
             ConfigError: the objective does not fit the model.
@@ -108,7 +108,7 @@ class TrainingObjective(Option):
         raise NotImplementedError
 
     def diffusers_scheduler(self) -> tuple[str, dict[str, object]] | None:
-        """The class of diffusers' scheduler that draws as ``solver`` does, and its changes to the base's
+        """Return the class of diffusers' scheduler that steps as ``solver`` does, and its changes to the base's
         scheduler config; None if it is the base's own scheduler."""
         return None
 
@@ -117,13 +117,13 @@ class NoisingProcess(Protocol):
     """An objective on tensors; reads nothing from the device."""
 
     def noised(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """z_t of samples [b, c, h, w] at their levels [b]."""
+        """Compute z_t of samples [b, c, h, w] at their levels [b]."""
 
     def target(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """What the network should predict [b, c, h, w]."""
+        """Compute what the network should predict [b, c, h, w]."""
 
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The loss, an fp32 scalar: the mean over all elements of error times ``weight``.
+        """Compute the loss, an fp32 scalar: the mean over all elements of error times ``weight``.
 
         Args:
             prediction: the network's prediction [b, c, h, w].
@@ -133,11 +133,11 @@ class NoisingProcess(Protocol):
         """
 
     def time(self, level: Tensor) -> Tensor:
-        """The timestep [b] that the network receives."""
+        """Return the timestep [b] that the network receives."""
 
 
 class Solver(Protocol):
-    """The steps of one drawing. Make a new solver for each: it may keep earlier predictions."""
+    """The steps of one generation. Make a new solver for each: it may keep earlier predictions."""
 
     levels: Tensor
     """[s], fp32, on the CPU: the noise level of each step, in the objective's terms."""
@@ -145,10 +145,10 @@ class Solver(Protocol):
     """[s], on the CPU: what the network receives as its timestep."""
 
     def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:  # [b, c, h, w] each
-        """The first z: the noise, or a starting picture's latents noised to the first level."""
+        """Return the first z: the noise, or a starting picture's latents noised to the first level."""
 
     def noised(self, z_0: Tensor, noise: Tensor, index: int) -> Tensor:  # [b, c, h, w] each
-        """z_0 noised to the level of step ``index``, the one to be taken next."""
+        """Return z_0 noised to the level of step ``index``, the one to be taken next."""
 
     def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:  # [b, c, h, w] each, fp32
-        """The next z from the network's prediction at step ``index``; steps are taken in order."""
+        """Return the next z from the network's prediction at step ``index``; steps are taken in order."""

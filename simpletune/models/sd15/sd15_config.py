@@ -34,7 +34,7 @@ BASE: Mapping[str, ModelConfig] = {
 
 @lru_cache(maxsize=1)
 def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
-    """The configurations by version (sd15; sd2, for 2 and 2.1; sd2_base; those of inpainting models) and part."""
+    """Return the configurations by version (sd15; sd2, for 2 and 2.1; sd2_base; inpainting models') and part."""
     # parts.json holds each part's config.json in the repositories of HUB_NAMES, without unused entries.
     found: dict[str, Mapping[str, ModelConfig]] = json.loads((Path(__file__).parent / "parts.json").read_bytes())
     found["sd2_base"] = {part: {**config, **BASE.get(part, {})} for part, config in found["sd2"].items()}
@@ -45,7 +45,7 @@ def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
 
 
 def require_supported(config: ModelConfig, place: str) -> None:
-    """UserError: a configuration from ``place``, whose sizes are within the limits, is not of a UNet of this family."""
+    """Raise UserError if a configuration from ``place``, of sizes within the limits, is no UNet of this family."""
     if (problem := difference(config, "sd15")) is None:
         return
     remedy = "Use a model of Stable Diffusion 1.x or 2.x"

@@ -51,12 +51,12 @@ CLIP = "transformer."
 
 
 def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
-    """The UNet's configuration, from its tensors' shapes by original names."""
+    """Infer the UNet's configuration from its tensors' shapes, by original names."""
     return inferred(shapes, bundled_configs()[_version(shapes[PROJECTION], shapes[FIRST])]["unet"])
 
 
 def _version(projection: Sequence[int], first: Sequence[int]) -> str:
-    """The version by the shapes of an attention's first projection and of the layer that reads the latents."""
+    """Return the version, by the shapes of an attention's first projection and of the layer that reads the latents."""
     version = "sd2" if len(projection) == 2 else "sd15"
     return version if first[1] == LATENT else f"{version}{INPAINTING}"
 
@@ -76,7 +76,7 @@ def origins_beside(part: str, names: Collection[str], config: ModelConfig) -> di
 
 
 def version_of(file: SingleFile) -> str:
-    """The version of a file with a UNet or a text encoder, a key of ``bundled_configs``."""
+    """Return the version of a file with a UNet or a text encoder, a key of ``bundled_configs``."""
     projection, first = (file.header.get(file.prefix + name) for name in (PROJECTION, FIRST))
     if projection is not None and first is not None:
         return _version(projection["shape"], first["shape"])
@@ -124,12 +124,12 @@ class SD15Files(UNetFiles):
     require_supported: ClassVar = staticmethod(require_supported)
 
     def file_version(self) -> str:
-        """By the shapes or the text encoder in the file."""
+        """Return the version by the shapes or the text encoder in the file."""
         return version_of(open_file(Path(self.family.pretrained), LAYOUT))
 
     @property
     def text_example(self) -> str:
-        """Of the single file's version, with its scheduler too."""
+        """A Hub name for the single file's version, with its scheduler too."""
         single = is_single_file(self.family.pretrained) and Path(self.family.pretrained).is_file()
         version = self.file_version() if single else ""
         return EXAMPLES.get(version, SD15_NAME)

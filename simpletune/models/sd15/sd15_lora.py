@@ -40,7 +40,7 @@ class SD15Names(UNetNames):
         return (1, 1) if projects else super().kernel(layer, model)
 
     def original(self, layer: str) -> tuple[str, Rows | None]:
-        """UserError, always: diffusers does not know these names, and who does knows kohya's, too."""
+        """Raise UserError, because diffusers does not know these names, and who does knows kohya's, too."""
         raise UserError(
             f"{layer}: LoRAs for {self.title} do not have the original names. Use --format kohya, which ComfyUI, "
             "A1111, Forge and diffusers load"

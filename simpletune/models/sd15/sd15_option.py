@@ -37,7 +37,7 @@ class SD15Architecture(UNetArchitecture):
 
 
 def licence_of(hub_name: str) -> Licence | None:
-    """CreativeML Open RAIL-M for 1.x, Open RAIL++-M for 2.x."""
+    """Return CreativeML Open RAIL-M for 1.x, Open RAIL++-M for 2.x."""
     if hub_name not in HUB_NAMES:
         return None
     return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name].startswith("sd15") else "openrail++"}

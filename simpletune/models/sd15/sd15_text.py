@@ -33,7 +33,7 @@ class SD15Text(UNetText):
         return {"clip": TextRegion("text_encoder", self.width)}
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Conditioning:
-        """One prompt's embedding [L, e]."""
+        """Return one prompt's embedding [L, e]."""
         from simpletune.models.shared.conditioning import Conditioning
 
         return Conditioning(parts["clip"]["hidden"])

@@ -67,7 +67,7 @@ def _with_feed_forward(
     norm: nn.LayerNorm,
     network: nn.Module,
 ) -> tuple[Tensor, GatedTokens]:
-    """Add the output of attention, and run the feed-forward network on the normalised sum. Returns the sum, and the
+    """Add the output of attention, and run the feed-forward network on the normalised sum; return the sum, and the
     network's gated output, still to be added."""
     shift, scale, gate = parts[:3]
     x, inputs = normalise_and_modulate(x, added, [ScaleShift(scale, shift)], norm.eps)
@@ -97,7 +97,7 @@ class JointAttention:
     def __call__(
         self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: object
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend from the picture's tokens [b, n, d] and the text's [b, t, d] to both; returns the same shapes. Without
+        """Attend from the picture's tokens [b, n, d] and the text's [b, t, d] to both; return the same shapes. Without
         text only the picture attends, and only its tokens are returned."""
         n, text = hidden_states.shape[1], encoder_hidden_states
         layers = (attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k), (attn.to_v, None)

@@ -22,8 +22,8 @@ from simpletune.system.safetensors_file import WeightReader
 
 
 def side_for(sizes: Iterable[Size], whole: int) -> int:
-    """s, the patches per side of the smallest central square that gives every size the same rows as the whole table; S
-    if a size is larger than the table."""
+    """Return s, the patches per side of the smallest central square that gives every size the same rows as the whole
+    table; S if a size is larger than the table."""
     side = max(max(size) // STEP for size in sizes)
     # The rows of a picture start at floor((S - h) / 2). In a cropped table they start at the same row only if the crop
     # removes as many rows above as below, so s and S must have the same parity.
@@ -45,8 +45,8 @@ def crop_positions(embed: nn.Module, sizes: Iterable[Size], whole: Callable[[], 
 
 
 def whole_table(config: ModelConfig, folder: Path | None) -> Tensor:  # fp32 [1, S * S, e]
-    """A model's whole table: read from the weights in a folder if it contains any, else as diffusers computes
-    it when it builds a model of that ``config.json``."""
+    """Return a model's whole table: read from the weights in a folder if it contains any, else as diffusers computes it
+    when it builds a model of that ``config.json``."""
     if folder is not None and any(folder.glob("*.safetensors")):
         return WeightReader(weight_files(folder)).get(TABLE).float()
     from accelerate import init_empty_weights

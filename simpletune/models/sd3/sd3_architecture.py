@@ -45,12 +45,12 @@ class SD3Architecture(Architecture):
 
     @property
     def largest_side(self) -> int:
-        """That the transformer has positions for."""
+        """The longest side that the transformer has positions for, in pixels."""
         config = self.family.files.known_config()
         return int(config["pos_embed_max_size"]) * int(config["patch_size"]) * self.family.latents.downsampling
 
     def image_tokens(self, size: Size) -> int:
-        """The number of image tokens of a picture of this size."""
+        """Return the number of image tokens of a picture of this size."""
         pixels = self.family.latents.downsampling * int(self.family.files.known_config()["patch_size"])
         return math.prod(side // pixels for side in size)
 
@@ -59,7 +59,7 @@ class SD3Architecture(Architecture):
         return lambda layer: text if any(part in layer for part in OF_TEXT) else image
 
     def attentions(self, size: Size) -> Sequence[AttentionShape]:
-        """Joint attention, and image-only attention for blocks that have it (SD3.5 Medium)."""
+        """Return joint attention, and image-only attention for blocks that have it (SD3.5 Medium)."""
         config, image = self.family.files.known_config(), self.image_tokens(size)
         heads, width = config["num_attention_heads"], config["attention_head_dim"]
         joint = self.family.text.tokens + image
@@ -67,7 +67,7 @@ class SD3Architecture(Architecture):
         return [AttentionShape(heads, tokens, tokens, width) for tokens in both]
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, Shape]:
-        """Also the position table."""
+        """Add the position table."""
         found = parameter_shapes(config)
         return {**found, TABLE: (1, config["pos_embed_max_size"] ** 2, found["pos_embed.proj.bias"][0])}
 
@@ -80,7 +80,7 @@ class SD3Architecture(Architecture):
         return model
 
     def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None = None) -> TensorSource:
-        """Also the position table, a constant: the folder's, or the one that the configuration implies."""
+        """Add the position table, a constant: the folder's, or the one that the configuration implies."""
         from simpletune.models.sd3.positions import whole_table
         from simpletune.models.shared.weights import MadeTensors
 
@@ -99,6 +99,6 @@ class SD3Architecture(Architecture):
         crop_positions(model.pos_embed, sizes, lambda: whole().get(TABLE).to(dtype))  # type: ignore[arg-type]
 
     def whole_tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """The position table [1, S * S, e], read again from the model's source; empty if it was not cropped."""
+        """Return the position table [1, S * S, e], read again from the model's source; empty if it was not cropped."""
         read = getattr(getattr(model, "pos_embed", None), "whole_table", None)
         return {} if read is None else {TABLE: read()}

@@ -65,7 +65,7 @@ FUSED = {
 
 @lru_cache(maxsize=1)
 def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
-    """The configurations by version and part. Parts other than the transformer have SD3 Medium's sizes."""
+    """Return the configurations by version and part. Parts other than the transformer have SD3 Medium's sizes."""
     folder = Path(__file__).parent
     parts = json.loads((folder / "medium_parts.json").read_bytes())
     return {
@@ -78,7 +78,7 @@ def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
 
 
 def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
-    """The transformer's configuration, from its tensors' shapes by original names."""
+    """Infer the transformer's configuration from its tensors' shapes, by original names."""
     hidden, channels, patch, _ = shapes["x_embedder.proj.weight"]
     numbers = [int(name.split(".")[1]) for name in shapes if name.startswith("joint_blocks.")]
     qk_norm = shapes.get("joint_blocks.0.x_block.attn.ln_q.weight")
@@ -104,7 +104,7 @@ def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
 
 
 def origin_of(name: str, layers: int) -> Origin:
-    """The source of the tensor that diffusers calls ``name``, for this number of blocks; KeyError if there is none."""
+    """Return the source of diffusers' tensor ``name``, for this number of blocks. Raises KeyError if there is none."""
     if name in OUTER:
         return Origin(OUTER[name])
     layer, _, leaf = name.rpartition(".")
@@ -120,7 +120,7 @@ def origin_of(name: str, layers: int) -> Origin:
 
 
 def origins(config: ModelConfig) -> dict[str, Origin]:
-    """The source of each of the transformer's tensors, by diffusers' name."""
+    """Return the source of each of the transformer's tensors, by diffusers' name."""
     return {name: origin_of(name, config["num_layers"]) for name in (*parameter_shapes(config), TABLE)}
 
 

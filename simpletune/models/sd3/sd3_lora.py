@@ -108,7 +108,7 @@ class SD3Names(LoraNames):
     }
 
     def published(self, shapes: Mapping[str, Shape], roles: Mapping[str, str]) -> tuple[str, str] | None:
-        """By the second attention, the number of modulation vectors, or the width of attention and modulation."""
+        """Tell by the second attention, the number of modulation vectors, or the width of attention and modulation."""
         if (key := next((key for key in shapes if DUAL.search(key)), None)) is not None:
             return MEDIUM_35, f"its second attention: {key}"
         widths: Counter[int] = Counter()

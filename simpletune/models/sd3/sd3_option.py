@@ -34,7 +34,7 @@ MEDIUM_LICENCE = "https://huggingface.co/stabilityai/stable-diffusion-3-medium/b
 
 
 def licence_of(hub_name: str) -> Licence | None:
-    """Stability AI's community licence."""
+    """Return Stability AI's community licence."""
     if not hub_name.startswith("stabilityai/stable-diffusion-3"):
         return None
     link = MEDIUM_LICENCE if hub_name == SD3_MEDIUM else f"https://huggingface.co/{hub_name}/blob/main/LICENSE.md"

@@ -21,12 +21,13 @@ OF_TEXT = (".add_", ".to_add_out", ".ff_context")
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """The shape of every parameter, by name, from a transformer's ``config.json``. KeyError: it lacks a size."""
+    """Return every parameter's shape by name, from a transformer's ``config.json``. Raises KeyError if a size is
+    absent."""
     _ = [config[name] for name in SIZES]
     return shapes_of_class(CLASS, config)
 
 
 def unit_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The blocks among the names of parameters, in order."""
+    """Return the blocks among the names of parameters, in order."""
     blocks = (name.split(".")[:2] for name in names if name.startswith("transformer_blocks."))
     return tuple(dict.fromkeys(".".join(block) for block in blocks))

@@ -74,7 +74,7 @@ class SD3Text(FamilyText[SD3Options]):
         return {"max_sequence_length": self.family.t5_length}
 
     def regions(self) -> dict[str, TextRegion]:
-        """CLIP-L and CLIP-G side by side, T5 after them."""
+        """Place CLIP-L and CLIP-G side by side, T5 after them."""
         clip_l, clip_g = (self.family.files.known_part(part).config() for part in ("text_encoder", "text_encoder_2"))
         width, pooled = int(clip_l["hidden_size"]), int(clip_l["projection_dim"])
         found = {
@@ -86,8 +86,8 @@ class SD3Text(FamilyText[SD3Options]):
         return found | ({"t5": TextRegion("text_encoder_3", self.width, last=True)} if self.family.t5 else {})
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Conditioning:
-        """CLIP-L and CLIP-G side by side, padded with zeros to e, then T5 along the sequence (arXiv:2403.03206, section
-        4): embeds [L + T, e] and pooled [768 + 1280], with leading batch dimensions if the parts have any."""
+        """Join CLIP-L and CLIP-G side by side, padded with zeros to e, then T5 along the sequence (arXiv:2403.03206,
+        section 4): embeds [L + T, e] and pooled [768 + 1280], with leading batch dimensions if the parts have any."""
         import torch
 
         from simpletune.models.shared.conditioning import Conditioning

@@ -27,13 +27,13 @@ REFINER_TEXT = 1280  # its UNet reads CLIP-G alone
 
 @lru_cache(maxsize=1)
 def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
-    """The configurations by version (sdxl, sdxl_inpainting) and part."""
+    """Return the configurations by version (sdxl, sdxl_inpainting) and part."""
     base = json.loads((Path(__file__).parent / "parts.json").read_bytes())
     return {"sdxl": base, "sdxl_inpainting": {**base, "unet": inpainting_config(base["unet"])}}
 
 
 def require_supported(config: ModelConfig, place: str) -> None:
-    """UserError: a configuration from ``place``, whose sizes are within the limits, is not of a UNet of this family."""
+    """Raise UserError if a configuration from ``place``, of sizes within the limits, is no UNet of this family."""
     problem, remedy = difference(config, "sdxl", NEEDED_XL), REMEDY
     if "SD3" in str(config.get("_class_name")):
         remedy = "Set model.family to sd3"

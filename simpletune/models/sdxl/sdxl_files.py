@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
-    """The UNet's configuration, from its tensors' shapes by original names."""
+    """Infer the UNet's configuration from its tensors' shapes, by original names."""
     added = shapes["label_emb.0.0.weight"][1]
     return {**inferred(shapes, bundled_configs()["sdxl"]["unet"]), "projection_class_embeddings_input_dim": added}
 

@@ -42,8 +42,8 @@ class SDXLText(UNetText):
         return int(known["projection_class_embeddings_input_dim"]) - NUMBERS * int(known["addition_time_embed_dim"])
 
     def steered_from(self, negative_prompt: str | None) -> str | None:
-        """As diffusers' pipeline, which takes zeros for none unless its ``model_index.json`` says no. Without one, as
-        for a single file, it takes them, too."""
+        """Return None, for zeros, where diffusers' pipeline takes them: for no negative prompt, unless
+        ``model_index.json`` says no. Without one, as for a single file, it takes them, too."""
         if negative_prompt is None and self.family.files.pipeline_index().get("force_zeros_for_empty_prompt", True):
             return None
         return super().steered_from(negative_prompt)
@@ -52,7 +52,7 @@ class SDXLText(UNetText):
         return "CLIP-L and CLIP-G"
 
     def regions(self) -> dict[str, TextRegion]:
-        """CLIP-L and CLIP-G side by side."""
+        """Place CLIP-L and CLIP-G side by side."""
         first = self.width - self.pooled_width
         return {
             "clip_l": TextRegion("text_encoder", first),
@@ -60,7 +60,7 @@ class SDXLText(UNetText):
         }
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Conditioning:
-        """One prompt's embedding [L, 768 + 1280], and CLIP-G's pooled embedding [1280]."""
+        """Return one prompt's embedding [L, 768 + 1280], and CLIP-G's pooled embedding [1280]."""
         import torch
 
         from simpletune.models.shared.conditioning import Conditioning
@@ -69,11 +69,11 @@ class SDXLText(UNetText):
         return Conditioning(embeds, pooled=self.pool(parts))
 
     def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-        """CLIP-G's: the projection of its final state at the end of the text."""
+        """Return CLIP-G's: the projection of its final state at the end of the text."""
         return parts["clip_g"]["pooled"]
 
     def framed(self, conditioning: Conditioning, framings: Sequence[Framing]) -> Conditioning:
-        """With ``time_ids`` [b, 6] in fp32, because bf16 lacks some of the sizes."""
+        """Add ``time_ids`` [b, 6] in fp32, because bf16 lacks some of the sizes."""
         import torch
 
         numbers = [[size for pair in framing for size in reversed(pair)] for framing in framings]

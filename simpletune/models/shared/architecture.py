@@ -69,8 +69,8 @@ class Architecture:
     # What a family must state
 
     def units_among(self, names: Collection[str]) -> tuple[str, ...]:
-        """The modules that levers treat one by one (checkpoint, stream, quantise), in the order of the forward pass,
-        from the names of the parameters."""
+        """Return the modules that levers treat one by one (checkpoint, stream, quantise), in the order of the forward
+        pass, from the names of the parameters."""
         raise NotImplementedError
 
     @property
@@ -79,35 +79,35 @@ class Architecture:
         raise NotImplementedError
 
     def image_tokens(self, size: Size) -> int:
-        """The number of picture tokens; asked only where the shift of a flow's solver depends on it."""
+        """Return the number of picture tokens; asked only where the shift of a flow's solver depends on it."""
         raise NotImplementedError
 
     def layer_rows(self, size: Size) -> Callable[[str], int]:
-        """How many rows (image or text tokens) a linear layer of a given name within the units multiplies for one
+        """Return how many rows (image or text tokens) a given linear layer within the units multiplies for one
         picture."""
         raise NotImplementedError
 
     def attentions(self, size: Size) -> Sequence[AttentionShape]:
-        """The distinct shapes of attention for a picture, largest first."""
+        """Return the distinct shapes of attention for a picture, largest first."""
         raise NotImplementedError
 
     # What a family may override
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
-        """The shapes of the trained model's parameters, without torch for every configuration that ships."""
+        """Return the shapes of the trained model's parameters, without torch for every configuration that ships."""
         return parameter_shapes.shapes_of_class(self.diffusers_class, config)
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, Shape]:
-        """The shapes of all tensors of the trained model: its parameters, and its stored constants."""
+        """Return the shapes of all tensors of the trained model: its parameters, and its stored constants."""
         return self.shapes_of(config)
 
     def whole_tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole tensors behind those that ``fit_to`` has reduced, by name, for an export."""
+        """Return the whole tensors behind those that ``fit_to`` has reduced, by name, for an export."""
         return {}
 
     def per_sample(self, layer: str) -> bool:
-        """Whether a layer within the units sees one row for each sample, so that all of a sample's tokens or pixels
-        would share its errors."""
+        """Return whether a layer within the units sees one row for each sample, so that all of a sample's tokens or
+        pixels would share its errors."""
         return self.modulation is not None and self.modulation.has(layer)
 
     def fit_to(
@@ -128,11 +128,11 @@ class Architecture:
         return None
 
     def widened(self, tensors: TensorSource) -> TensorSource:
-        """The trained model's tensors from those that are stored (``new_weights``)."""
+        """Return the trained model's tensors from those that are stored (``new_weights``)."""
         return tensors
 
     def stored_shapes(self) -> dict[str, Shape]:
-        """The same of the model before ``widened``."""
+        """Return the shapes of the model's parameters before ``widened``."""
         return self.known_shapes()
 
     def empty_model(self, config: ModelConfig) -> Denoiser:
@@ -144,7 +144,7 @@ class Architecture:
         return model
 
     def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None = None) -> TensorSource:
-        """Random weights, a function of the seed and each tensor's name (see ``random_weight``, ``starts_small``).
+        """Make random weights, a function of the seed and each tensor's name (see ``random_weight``, ``starts_small``).
 
         Args:
             folder: the folder of the configuration, which may contain constants.
@@ -158,7 +158,7 @@ class Architecture:
         )
 
     def empty_tensors(self, config: ModelConfig) -> TensorSource:
-        """Uninitialised weights, for simulation with fake tensors."""
+        """Make uninitialised weights, for simulation with fake tensors."""
         import torch
 
         from simpletune.models.shared.weights import MadeTensors
@@ -179,12 +179,12 @@ class Architecture:
         return int(config.get("out_channels") or config["in_channels"])
 
     def shapes(self, fetch: bool = True) -> Shapes | None:
-        """The shapes of the trained model's parameters, without torch; None if that needs a download."""
+        """Return the shapes of the trained model's parameters, without torch; None if that needs a download."""
         config = self.family.files.denoiser_config(fetch)
         return None if config is None else self.shapes_of(config)
 
     def known_shapes(self) -> dict[str, Shape]:
-        """The shapes of the trained model's parameters, with a download if necessary."""
+        """Return the shapes of the trained model's parameters, with a download if necessary."""
         return self.shapes_of(self.family.files.known_config())
 
     def units(self) -> tuple[str, ...]:
@@ -195,5 +195,5 @@ class Architecture:
         return len(self.units())
 
     def parameter_count(self) -> int:
-        """The number of the trained model's parameters before quantisation."""
+        """Return the number of the trained model's parameters before quantisation."""
         return sum(math.prod(shape) for shape in self.known_shapes().values())

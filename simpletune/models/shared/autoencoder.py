@@ -35,13 +35,13 @@ class Statistics(Protocol):
     """How raw latents become those that a denoiser reads, of mean 0 and deviation 1 or near them."""
 
     def normalise(self, raw: Tensor) -> Tensor:
-        """Raw latents in any type to fp32 ones [b, c, h, w]."""
+        """Turn raw latents in any type into fp32 ones [b, c, h, w]."""
 
     def restore(self, z: Tensor) -> Tensor:
-        """The inverse, in fp32."""
+        """Invert ``normalise``, in fp32."""
 
     def arrange(self, z: Tensor) -> Tensor:
-        """Numbers [b, c, h, w] in the places of raw latents, as they are."""
+        """Put numbers [b, c, h, w] in the places of raw latents, as they are."""
 
 
 class ShiftAndScale(NamedTuple):
@@ -89,11 +89,11 @@ class Kind:
     """Whether it reads videos [b, 3, frames, height, width], of which a picture is one frame."""
 
     def made(self, config: ModelConfig) -> tuple[int, int]:
-        """(c, s) of the latents that it makes, by its ``config.json``."""
+        """Return (c, s) of the latents that it makes, by its ``config.json``."""
         return config.get("latent_channels", 4), _halved(config.get("block_out_channels", (64,)))
 
     def problem(self, config: ModelConfig) -> str | None:
-        """Why its latents have other statistics than ``statistics`` reads; None: they have these."""
+        """Say why its latents have other statistics than ``statistics`` reads; None: they have these."""
         if config.get("latents_mean") is None and config.get("latents_std") is None:
             return None
         return (
@@ -102,7 +102,7 @@ class Kind:
         )
 
     def statistics(self, vae: Any) -> Statistics:
-        """Those of a loaded one."""
+        """Return the statistics of a loaded one."""
         return ShiftAndScale(vae.config.shift_factor or 0.0, vae.config.scaling_factor)
 
     def use_tiles(self, vae: Any, pixels: int) -> None:
@@ -119,7 +119,7 @@ class Tiny(Kind):
         return config.get("latent_channels", 4), _halved(config.get("num_encoder_blocks", (1, 3, 3, 3)))
 
     def use_tiles(self, vae: Any, pixels: int) -> None:
-        """It takes pictures whole: its tiled encoder assumes 4 latent channels, and SD3 has 16."""
+        """Do nothing: its tiled encoder assumes 4 latent channels, and SD3 has 16."""
 
 
 class Flux2(Kind):
@@ -173,7 +173,7 @@ KINDS = {
 
 
 def _halved(blocks: Any) -> int:
-    """How many times smaller a side becomes in blocks that halve it between them."""
+    """Return how many times smaller a side becomes in blocks that halve it between them."""
     return 2 ** (len(blocks) - 1)
 
 
@@ -208,12 +208,12 @@ class Autoencoder:
         return self.denoiser_channels()
 
     def shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """(c, h, w) of the latents of a picture whose size is given in pixels."""
+        """Return (c, h, w) of the latents of a picture whose size is given in pixels."""
         return self.channels, height // self.downsampling, width // self.downsampling
 
     def dtype(self, precision: WeightPrecision) -> torch.dtype:
-        """The type in which it runs: that of the products, but fp32 instead of fp16 unless its own configuration says
-        that it needs no upcast."""
+        """Return the type in which it runs: that of the products, but fp32 instead of fp16 unless its own configuration
+        says that it needs no upcast."""
         # SD3's and SD 1.5's say so, too, though SD3's overflows in fp16. So this counts only in a family whose own
         # autoencoder says the opposite: one that says no was then made for fp16.
         part = self.known_part()  # a single file's weights may have come with another configuration
@@ -222,16 +222,8 @@ class Autoencoder:
         return precision.product_dtype() if made_for_fp16 else precision.encoder_dtype()
 
     def load(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
-        """Load it, frozen.
-
-        Args:
-            device: the target device.
-            dtype: see ``dtype``.
-            tile: the side in pixels of the tiles for larger pictures, where the class has them; None disables tiling.
-
-        Raises:
-            UserError: it is not one for these latents (``autoencoder_config``), or its weights do not fit it.
-        """
+        """Load it, frozen, with tiles of ``tile`` pixels a side for larger pictures (None: none). Raises UserError if
+        it is not for these latents (``autoencoder_config``), or its weights do not fit it."""
         vae = load_autoencoder(self.part(), dtype, self.latents, self.channels)
         return _ready(vae.to(device), tile)
 
@@ -276,7 +268,7 @@ def _kind_of(vae: nn.Module) -> Kind:
 
 
 def _inside(kind: Kind, tensor: Tensor) -> Tensor:
-    """Tensors of pictures as those of videos, for a class that reads them."""
+    """Turn tensors of pictures into those of videos, for a class that reads them."""
     return tensor[:, :, None] if kind.frames else tensor
 
 
@@ -291,8 +283,8 @@ def _ready(vae: nn.Module, tile: int | None) -> nn.Module:
 
 
 def autoencoder_config(part: Part, latents: Latents, channels: int | None) -> ModelConfig:
-    """An autoencoder's configuration. UserError: it is of another class, or its latents have other statistics, another
-    size or other ``channels`` (None: unknown) than the denoiser reads."""
+    """Read an autoencoder's configuration. Raises UserError if it is of another class, or its latents have other
+    statistics, another size or other ``channels`` (None: unknown) than the denoiser reads."""
     config = part.config()
     name = config.get("_class_name")
     if name not in latents.kinds:
@@ -318,11 +310,8 @@ def autoencoder_config(part: Part, latents: Latents, channels: int | None) -> Mo
 
 
 def load_autoencoder(part: Part, dtype: torch.dtype, latents: Latents, channels: int | None = None) -> nn.Module:
-    """Load an autoencoder on the CPU.
-
-    Raises:
-        UserError: it does not fit (``autoencoder_config``), or its weights do not match its configuration.
-    """
+    """Load an autoencoder on the CPU. Raises UserError if it does not fit (``autoencoder_config``), or its weights do
+    not match its configuration."""
     import diffusers
     from accelerate import init_empty_weights
 

@@ -14,8 +14,8 @@ Size = tuple[int, int]
 
 @lru_cache
 def bucket_sizes(resolution: int, max_aspect: float, step: int = STEP) -> tuple[Size, ...]:
-    """All bucket sizes, in multiples of ``step`` pixels: for each width the largest height within the area of a square
-    of side ``resolution``, and both transposed. ``max_aspect``: largest ratio of the longer to the shorter side."""
+    """List all bucket sizes, in multiples of ``step`` pixels: for each width the largest height within the area of a
+    square of side ``resolution``, and both transposed. ``max_aspect``: the largest ratio of longer to shorter side."""
     sizes = set()
     for width in range(step, resolution * resolution // step + 1, step):
         height = resolution * resolution // width // step * step
@@ -25,18 +25,18 @@ def bucket_sizes(resolution: int, max_aspect: float, step: int = STEP) -> tuple[
 
 
 def nearest_bucket(image: Size, resolution: int, max_aspect: float, step: int = STEP) -> Size:
-    """The bucket with the aspect ratio nearest to a picture's; breaks ties by larger area, then smaller width."""
+    """Return the bucket with the aspect ratio nearest to a picture's; break ties by larger area, then smaller width."""
     aspect, sizes = math.log(image[0] / image[1]), bucket_sizes(resolution, max_aspect, step)
     return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), -size[0] * size[1], size[0]))
 
 
 def upscaling(image: Size, bucket: Size) -> float:
-    """The factor by which a picture is scaled to cover a bucket; above 1 if that enlarges it."""
+    """Return the factor by which a picture is scaled to cover a bucket; above 1 if that enlarges it."""
     return max(bucket[0] / image[0], bucket[1] / image[1])
 
 
 def covering_size(image: Size, bucket: Size) -> Size:
-    """The smallest size with the picture's aspect ratio that covers a bucket."""
+    """Return the smallest size with the picture's aspect ratio that covers a bucket."""
     scale = upscaling(image, bucket)
     return max(bucket[0], round(image[0] * scale)), max(bucket[1], round(image[1] * scale))
 
@@ -51,13 +51,13 @@ class Framing(NamedTuple):
 
     @classmethod
     def whole(cls, size: Size) -> Framing:
-        """Of a picture that was neither scaled nor cropped, as drawn ones are to look."""
+        """Return the framing of a picture that was neither scaled nor cropped, as generated ones are to look."""
         return cls(size, (0, 0), size)
 
 
 def crop_corner(image: Size, bucket: Size, offset: tuple[float, float]) -> tuple[int, int]:
-    """(left, top) of a crop in the picture that was scaled to cover its bucket. ``offset``: position within the excess
-    width and height, 0 to 1."""
+    """Return (left, top) of a crop in the picture that was scaled to cover its bucket. ``offset``: position within the
+    excess width and height, 0 to 1."""
     width, height = covering_size(image, bucket)
     # Half a pixel is dropped, where train_text_to_image_lora_sdxl.py rounds it to the even number. Crops are cached by
     # their offset, so another rounding would need other keys, and change losses.
@@ -65,7 +65,7 @@ def crop_corner(image: Size, bucket: Size, offset: tuple[float, float]) -> tuple
 
 
 def framing_of(image: Size, bucket: Size, offset: tuple[float, float], flip: bool) -> Framing:
-    """The framing of a crop; see ``crop_corner``."""
+    """Return the framing of a crop; see ``crop_corner``."""
     left, top = crop_corner(image, bucket, offset)
     right = covering_size(image, bucket)[0] - bucket[0] - left
     return Framing(image, (right if flip else left, top), bucket)

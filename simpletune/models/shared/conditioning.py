@@ -37,26 +37,23 @@ class Conditioning:
         return Conditioning(change(self.embeds), mask, pooled, extra, modulation)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
+        """Return all tensors by name."""
         named = {"embeds": self.embeds, "mask": self.mask, "pooled": self.pooled, "modulation": self.modulation}
         return {name: each for name, each in {**named, **self.extra}.items() if each is not None}
 
     def modulated(self, rows: Tensor) -> Conditioning:
-        """The same with a modulation plan's rows [b, m] instead of what they were computed from."""
+        """Replace what the modulations were computed from by a modulation plan's rows [b, m]."""
         return replace(self, pooled=None, modulation=rows)
 
     def zeros(self) -> Conditioning:
-        """Zeros in place of all values, for guidance away from nothing."""
+        """Put zeros in place of all values, for guidance away from nothing."""
         return replace(self.map(torch.zeros_like), mask=self.mask)
 
 
 def stack(prompts: Sequence[Conditioning]) -> Conditioning:
     """Put the conditioning of single prompts into one batch. Shorter ones are padded with zeros at the end and get a
-    mask; prompts of one length get none, so that attention takes its quickest kernel.
-
-    Raises:
-        UserError: some of them have a mask, a pooled prompt or an extra that others lack.
-    """
+    mask; prompts of one length get none, so that attention takes its quickest kernel. Raises UserError if some of them
+    have a mask, a pooled prompt or an extra that others lack."""
     names = [set(each.tensors()) for each in prompts]
     if odd := names[0].union(*names) - names[0].intersection(*names):
         raise UserError(
@@ -73,7 +70,7 @@ def stack(prompts: Sequence[Conditioning]) -> Conditioning:
 
 
 def _padded(prompt: Conditioning, length: int) -> Conditioning:
-    """One prompt's conditioning, padded to a number of tokens."""
+    """Return one prompt's conditioning, padded to a number of tokens."""
     missing = length - len(prompt.embeds)
     mask = torch.ones(len(prompt.embeds), dtype=torch.bool) if prompt.mask is None else prompt.mask
     return replace(prompt, embeds=pad(prompt.embeds, (0, 0, 0, missing)), mask=pad(mask, (0, missing)))

@@ -45,7 +45,7 @@ class Overlay(Protocol):
         """JSON that differs where the weights do."""
 
     def over(self, family: Family, part: Part) -> TensorSource:
-        """The changed tensors of a part."""
+        """Return the changed tensors of a part."""
 
 
 class Family(ModelOption):
@@ -89,13 +89,13 @@ class Family(ModelOption):
         raise NotImplementedError
 
     def skipped_steps(self, steps: int, strength: float) -> int:
-        """How many of the first, noisiest of ``steps`` sampling steps a starting picture skips at a strength, with or
-        without a mask; rounded as diffusers' pipelines of flow models do."""
+        """Return how many of the first, noisiest of ``steps`` sampling steps a starting picture skips at a strength,
+        with or without a mask; rounded as diffusers' pipelines of flow models do."""
         return int(max(steps - steps * strength, 0))
 
     def solver(self, objective: TrainingObjective, size: Size, steps: int, skipped: int) -> Solver:
-        """See ``TrainingObjective.solver``, of the objective that the weights were trained with, for pictures of a size
-        in pixels. UserError: the scheduler's configuration is damaged, or does not fit it."""
+        """Build the solver of the objective that the weights were trained with, for pictures of a size in pixels (see
+        ``TrainingObjective.solver``). Raises UserError if the scheduler's configuration is damaged or does not fit."""
         part, image_tokens = self.files.part("scheduler"), partial(self.architecture.image_tokens, size)
         with explain_load_errors(part):
             return objective.solver(part.config(), steps, skipped, self.flow, image_tokens)
@@ -107,7 +107,7 @@ class Family(ModelOption):
 
     @property
     def pipeline(self) -> str:
-        """diffusers' class of the pipeline that draws with the model; without its files, the plain one's."""
+        """diffusers' class of the pipeline that generates with the model; without its files, the plain one's."""
         usual, other = self.words.pipeline.name, self.words.pipeline.inpainting
         if other is None:
             return usual

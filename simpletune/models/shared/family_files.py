@@ -91,11 +91,11 @@ class FamilyFiles:
         self.family = family
 
     def bundled_configs(self) -> Mapping[str, Mapping[str, ModelConfig]]:
-        """The configurations that ship, by version and part."""
+        """Return the configurations that ship, by version and part."""
         return {}
 
     def file_version(self) -> str:
-        """The version, a key of ``bundled_configs``, of the single file ``pretrained``."""
+        """Return the version, a key of ``bundled_configs``, of the single file ``pretrained``."""
         raise NotImplementedError
 
     @property
@@ -104,12 +104,12 @@ class FamilyFiles:
         return str(type(self.family).model_fields["pretrained"].default)
 
     def part_names(self) -> list[str]:
-        """The names of all parts that the model needs."""
+        """Return the names of all parts that the model needs."""
         return ["scheduler", self.family.denoiser, "vae", *self.family.text.part_names()]
 
     def part(self, name: str) -> Part:
-        """Locate a part (``transformer``, ``vae``, ``scheduler``, ``tokenizer_2``), downloading it if necessary.
-        UserError: it is missing, or cannot be downloaded."""
+        """Locate a part (``transformer``, ``vae``, ``scheduler``, ``tokenizer_2``), downloading it if necessary. Raises
+        UserError if it is missing, or cannot be downloaded."""
         field, value = self.provider(name)
         if name == "scheduler" and (value is None or is_single_file(value)):
             told = {} if value is None else self.single_file(value).scheduler_settings
@@ -136,16 +136,13 @@ class FamilyFiles:
         return self.part(name) if config is None else Part(name, None, bundled=config)
 
     def bundled_config(self, hub_name: str | None, part: str | None = None) -> ModelConfig | None:
-        """A part's (default: the trained model's) ``config.json`` for a Hub name whose configurations ship, or None."""
+        """Return a part's (default: the trained model's) ``config.json`` for a Hub name with bundled ones, else
+        None."""
         version = self.hub_names.get(hub_name or "")
         return None if version is None else self.bundled_configs()[version].get(part or self.family.denoiser)
 
     def single_file(self, path: str) -> SingleFile:
-        """Open a single file of this family by its header.
-
-        Raises:
-            UserError: it is damaged, or contains no model of this family, whose models may have no single files.
-        """
+        """Open a single file by its header. Raises UserError if it is damaged, or contains no model of this family."""
         return open_file(Path(path), self._layout_for(path))
 
     def _layout_for(self, path: str) -> FileLayout:
@@ -164,7 +161,7 @@ class FamilyFiles:
         return getattr(self.family, self.family.denoiser) or self.family.pretrained
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
-        """The trained model's ``config.json``.
+        """Return the trained model's ``config.json``.
 
         Args:
             fetch: whether to query the Hub. If not, returns a bundled configuration, or None for another Hub name.
@@ -176,17 +173,17 @@ class FamilyFiles:
         return part.config() if part.file is None else part.single_file().denoiser_config
 
     def known_config(self) -> ModelConfig:
-        """The trained model's ``config.json``, downloaded only if it is not available locally."""
+        """Return the trained model's ``config.json``, downloaded only if it is not available locally."""
         config = self.denoiser_config(fetch=False) or self.denoiser_config()
         assert config is not None
         return config
 
     def require_supported(self, config: ModelConfig, place: str) -> None:
-        """UserError: the trained model's configuration from ``place``, whose sizes are within the limits, is of another
-        family, or of a variant that cannot be trained. Needed where several families share a class."""
+        """Raise UserError if the trained model's configuration from ``place``, whose sizes are within the limits, is of
+        another family, or of a variant that cannot be trained. Needed where several families share a class."""
 
     def fingerprints(self, sums: Path | None = None) -> dict[str, str]:
-        """The fingerprint of every part that a training reads from files, by its name; ``sums`` as for
+        """Return the fingerprint of every part that a training reads from files, by its name; ``sums`` as for
         ``Part.fingerprint``. A denoiser with random weights counts by its configuration."""
 
         def short(config: ModelConfig) -> str:
@@ -204,24 +201,24 @@ class FamilyFiles:
         return found
 
     def hub_parts(self) -> list[HubPart]:
-        """All parts that come from the Hub, so that their total size can be checked before the download."""
+        """List all parts that come from the Hub, so that their total size can be checked before the download."""
         provided = [(part, *self.provider(part)) for part in self.part_names()]
         return [self._hub_part(part, field, name) for part, field, name in provided if name and is_hub_name(name)]
 
     def fetch(self) -> None:
-        """Download every part that comes from the Hub. UserError: they do not fit on the disk, or it fails."""
+        """Download every part that comes from the Hub. Raises UserError if they do not fit on the disk, or it fails."""
         fetch(self.hub_parts(), self.family.text.optional)
 
     def scheduler_config(self) -> ModelConfig:
         return self.known_part("scheduler").config()
 
     def is_schedule_known(self) -> bool:
-        """Whether ``scheduler_config`` needs no download."""
+        """Return whether ``scheduler_config`` needs no download."""
         value = self.provider("scheduler")[1]
         return value is None or not is_hub_name(value) or self.bundled_config(value) is not None
 
     def schedule_source(self) -> str:
-        """What ``scheduler_config`` comes from, for messages, if it needs no download."""
+        """Say what ``scheduler_config`` comes from, for messages, if it needs no download."""
         field, value = self.provider("scheduler")
         if value is None:
             return "assumed, since the file does not tell"
@@ -230,8 +227,8 @@ class FamilyFiles:
         return "the model's scheduler config" if field == "pretrained" else f"the scheduler config in model.{field}"
 
     def pipeline_index(self) -> ModelConfig:
-        """The pipeline's ``model_index.json`` of ``pretrained``; empty for one without, or whose configurations ship.
-        UserError: it is damaged."""
+        """Read the pipeline's ``model_index.json`` of ``pretrained``; empty for one without, or whose configurations
+        ship. Raises UserError if it is damaged."""
         name = self.family.pretrained
         if is_single_file(name) or name in self.hub_names:
             return {}
@@ -239,11 +236,8 @@ class FamilyFiles:
         return read_config(folder / INDEX, "pipeline") if folder is not None and (folder / INDEX).is_file() else {}
 
     def provider(self, part: str) -> tuple[str, str | None]:
-        """The option that provides a part, and its value; the value is None if only a bundled configuration can serve.
-
-        Raises:
-            UserError: a single file cannot be read.
-        """
+        """Return the option that provides a part, and its value; None for the value if only a bundled configuration can
+        serve. Raises UserError if a single file cannot be read."""
         family = self.family
         if single := is_single_file(family.pretrained):
             self._layout_for(family.pretrained)
@@ -259,9 +253,9 @@ class FamilyFiles:
         return "pretrained", family.pretrained
 
     def _scheduler_provider(self) -> tuple[str, str | None]:
-        """As for ``provider``. The scheduler says what the denoiser predicts, so it is that of whoever provides this:
-        the marks of its file, or its pipeline's. Without, that of ``pretrained``; of a file without marks, that of the
-        pipeline with its tokenizers."""
+        """Return the ``provider`` of the scheduler, which says what the denoiser predicts, so it is that of whoever
+        provides this: the marks of its file, or its pipeline's. Without, that of ``pretrained``; of a file without
+        marks, that of the pipeline with its tokenizers."""
         field, value = self.provider(self.family.denoiser)
         if value is not None and field != "pretrained" and not is_hub_name(value) and not self._has_scheduler(value):
             field, value = "pretrained", self.family.pretrained
@@ -272,20 +266,20 @@ class FamilyFiles:
         return "text_encoders", text if known else None
 
     def _has_scheduler(self, source: str) -> bool:
-        """Whether a file has marks that tell its scheduler, or a folder is of a pipeline with one, or its
+        """Return whether a file has marks that tell its scheduler, or a folder is of a pipeline with one, or its
         denoiser's."""
         if is_single_file(source):
             return Path(source).is_file() and bool(self.single_file(source).scheduler_settings)
         return any(self._scheduler_folder(source).glob("*config.json"))
 
     def _scheduler_folder(self, source: str) -> Path:
-        """The folder of the scheduler of a pipeline's folder, or beside a denoiser's."""
+        """Return the folder of the scheduler of a pipeline's folder, or beside a denoiser's."""
         beside = Path(source).name == self.family.denoiser and (Path(source) / "config.json").exists()
         return (Path(source).parent if beside else Path(source)) / "scheduler"
 
     def _config_beside_file(self, part: str) -> tuple[Path | None, ModelConfig | None]:
-        """The configuration of a part that a single file stores without one: its folder in ``model.text_encoders``, if
-        there is one, and the one that ships."""
+        """Return the configuration of a part that a single file stores without one: its folder in
+        ``model.text_encoders``, if there is one, and the one that ships."""
         if part == self.family.denoiser or not is_single_file(self.family.pretrained):
             return None, None
         bundled = self.bundled_configs()[self.file_version()].get(part)
@@ -293,7 +287,7 @@ class FamilyFiles:
         return (folder if bundled is not None and any(folder.glob("*config.json")) else None), bundled
 
     def _lacks(self, file: str, *parts: str) -> str:
-        """The message for a single file without these parts."""
+        """Return the message for a single file without these parts."""
         remedy = (
             "Set model.vae to a folder or Hub name that has one"
             if parts == ("vae",)
@@ -376,8 +370,8 @@ class FamilyFiles:
                 )
 
     def _channels_on_disk(self) -> int | None:
-        """The channels of the latents that the denoiser reads; None if its configuration has to be downloaded, or is
-        damaged, which is reported elsewhere."""
+        """Return the channels of the latents that the denoiser reads; None if its configuration has to be downloaded,
+        or is damaged, which is reported elsewhere."""
         try:
             return None if self.denoiser_config(fetch=False) is None else self.family.autoencoder.channels
         except (UserError, OSError, KeyError, TypeError, ValueError):

@@ -83,7 +83,7 @@ def trained_of(parameters: Mapping[str, Shape]) -> TrainedParameters:
 
 
 def _update(factors: Mapping[str, Shape]) -> UpdateProducts:
-    """The update that has factors of these shapes."""
+    """Return the update that has factors of these shapes."""
     if "lora_A" in factors:
         (rank, inputs), (outputs, _) = factors["lora_A"], factors["lora_B"]
         norms = rank * (outputs * inputs + rank * inputs + rank * outputs) if "magnitude" in factors else 0
@@ -155,7 +155,7 @@ class _Count(TorchDispatchMode):
         return result
 
     def network(self, products: Sequence[int]) -> Callable[..., Any]:
-        """A hook before a projection to keys or values, for a hypernetwork's network."""
+        """Return a hook before a projection to keys or values, for a hypernetwork's network."""
 
         def before(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
             x, *others = given
@@ -165,7 +165,7 @@ class _Count(TorchDispatchMode):
         return before
 
     def update(self, update: UpdateProducts) -> Callable[..., Any]:
-        """A hook after a layer, for its update."""
+        """Return a hook after a layer, for its update."""
 
         def after(module: Any, given: tuple[Any, ...], y: Tensor) -> Tensor:
             rows = y.numel() // module.weight.shape[0]
@@ -193,7 +193,7 @@ class _Count(TorchDispatchMode):
         unit.register_forward_hook(after)
 
     def _add(self, products: Sequence[int], rows: int, grad: bool) -> None:
-        """A chain of products, as multiply-adds a row. ``grad``: whether what it reads carries a gradient."""
+        """Add a chain of products, as multiply-adds a row. ``grad``: whether what it reads carries a gradient."""
         for number, product in enumerate(products):
             self.flops.forward += 2 * rows * product
             self.flops.backward += 2 * rows * product * (2 if number else 1 + grad)

@@ -19,16 +19,16 @@ class Rows(NamedTuple):
     of: int
 
     def within(self, height: int) -> slice:
-        """The rows of a whole of this height, which ``of`` divides."""
+        """Return the rows of a whole of this height, which ``of`` divides."""
         return slice(height * self.first // self.of, height * self.last // self.of)
 
     def whole(self, height: int) -> int:
-        """The height of the whole whose part has this height."""
+        """Return the height of the whole whose part has this height."""
         return height * self.of // (self.last - self.first)
 
 
 def stacked(*heights: int) -> tuple[Rows, ...]:
-    """The rows of parts of these relative heights, from the top."""
+    """Return the rows of parts of these relative heights, from the top."""
     tops = [sum(heights[:number]) for number in range(len(heights) + 1)]
     return tuple(Rows(first, last, tops[-1]) for first, last in zip(tops, tops[1:], strict=False))
 
@@ -45,6 +45,6 @@ class Fused:
     heights: Sequence[int] = ()  # relative ones of the parts; empty: all alike
 
     def rows(self) -> dict[str, tuple[str, Rows]]:
-        """The module, and the rows of it that each part is."""
+        """Return the module, and the rows of it that each part is."""
         rows = stacked(*(self.heights or (1,) * len(self.parts)))
         return {part: (self.module, own) for part, own in zip(self.parts, rows, strict=True)}

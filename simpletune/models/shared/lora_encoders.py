@@ -23,7 +23,7 @@ _T5 = re.compile(r"encoder[._]block[._](\d+)[._]layer[._](\d+)[._](SelfAttention
 
 
 def clip_layer(rest: str) -> str | None:
-    """A layer's name in CLIP, from its name with dots or underscores in any file; None: CLIP has no such layer."""
+    """Return CLIP's name of a layer from its name in any file, with dots or underscores; None: CLIP has none."""
     if rest == "text_projection":
         return rest
     found = _CLIP.fullmatch(rest)
@@ -37,7 +37,7 @@ def clip_layer(rest: str) -> str | None:
 
 
 def t5_layer(rest: str) -> str | None:
-    """The same in T5."""
+    """Return the same in T5."""
     found = _T5.fullmatch(rest)
     return f"encoder.block.{found[1]}.layer.{found[2]}.{found[3]}.{found[4]}" if found else None
 

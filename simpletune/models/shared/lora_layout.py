@@ -63,8 +63,8 @@ class LoraNames:
     it; None: it counts none in this family."""
 
     def shows(self, name: str, inputs: int) -> int:
-        """How clearly a name shows that a LoRA is for this family, where others have layers of the same names: 2 with
-        certainty, 1 by the name alone, 0 not at all.
+        """Return how clearly a name shows that a LoRA is for this family, where others have layers of the same names: 2
+        with certainty, 1 by the name alone, 0 not at all.
 
         Args:
             name: a layer's, or a module's in a file of any layout.
@@ -73,8 +73,8 @@ class LoraNames:
         return 0
 
     def published(self, shapes: Mapping[str, Shape], roles: Mapping[str, str]) -> tuple[str, str] | None:
-        """The published model that a LoRA with names of this family is for, and what shows it, for messages; None: its
-        shapes are another family's.
+        """Return the published model that a LoRA with names of this family is for, and what shows it, for messages;
+        None: its shapes are another family's.
 
         Args:
             shapes: of the file's tensors, by key.
@@ -83,20 +83,19 @@ class LoraNames:
         return self.title, "the names of its layers"
 
     def has_model(self, model: str) -> bool:
-        """Whether a title is the family's or that of one of its published models."""
+        """Return whether a title is the family's or that of one of its published models."""
         return bool(model) and (model == self.title or model in self.header)
 
     def kernel(self, layer: str, model: str) -> tuple[int, ...]:
-        """The kernel of a layer of a published model (``by_text_width``): (k, k) of a convolution, () of a linear
-        layer."""
+        """Return the kernel of a published model's layer (``by_text_width``): (k, k) of a convolution, () if linear."""
         return ()
 
     def suits(self, config: ModelConfig) -> bool:
-        """Whether ``original`` gives the names that a model of this configuration has."""
+        """Return whether ``original`` gives the names that a model of this configuration has."""
         return True
 
     def layers(self, module: str, layout: Layout) -> tuple[str, ...]:
-        """Diffusers' names of the layers that a file's module updates: one, those that it fuses, or none.
+        """Return diffusers' names of the layers that a file's module updates: one, those that it fuses, or none.
 
         Args:
             module: the name in the file, without the layout's prefix.
@@ -105,19 +104,16 @@ class LoraNames:
         raise NotImplementedError
 
     def original(self, layer: str) -> tuple[str, Rows | None]:
-        """The original module of one of diffusers' layers, and which rows of it the layer is; None for all of it.
-
-        Raises:
-            KeyError: the family has no such layer.
-        """
+        """Return the original module of one of diffusers' layers, and which rows of it the layer is; None for all of
+        it. Raises KeyError if the family has no such layer."""
         raise NotImplementedError
 
     def block_numbers(self, config: ModelConfig) -> dict[str, int]:
-        """The number, among ``kohya_blocks``, of the block that each attention belongs to, by diffusers' name."""
+        """Return the number, among ``kohya_blocks``, of each attention's block, by diffusers' name."""
         return {}
 
     def halves_swapped(self, layer: str, outputs: int, inputs: int) -> bool:
-        """Whether the halves of a layer's outputs have another order in the original layout."""
+        """Return whether the halves of a layer's outputs have another order in the original layout."""
         return False
 
 
@@ -144,17 +140,13 @@ class Layout:
         return "lora_B.weight" if self.peft else "lora_up.weight"
 
     def key(self, module: str, role: str) -> str:
-        """The key of a module's tensor; ``module`` contains dots. Factors of methods other than LoRA end in their
-        names."""
+        """Return the key of a module's tensor; ``module`` contains dots. Factors but LoRA's end in their names."""
         ending = {DOWN: self.down, UP: self.up}.get(role, role)
         return f"{self.prefix}{self.spelt(module)}.{ending}"
 
     def module(self, layer: str) -> str:
-        """The module, with dots, of a layer that has one of its own. KeyError: the family has no such layer.
-
-        Raises:
-            UserError: the module fuses the layer with others, so no factors but LoRA's can be its own.
-        """
+        """Return the module, with dots, of a layer that has one of its own. Raises KeyError if the family has no such
+        layer, and UserError if the module fuses the layer with others, so that no factors but LoRA's can be its own."""
         module, rows = self.place(layer)
         if rows is not None:
             raise UserError(
@@ -164,17 +156,17 @@ class Layout:
         return module
 
     def place(self, layer: str) -> tuple[str, Rows | None]:
-        """The module, with dots, and which rows of it the layer is; None for all of it. KeyError: as for ``module``."""
+        """Return the module, with dots, and which rows of it the layer is (None: all). Raises as ``module``."""
         return self.names.original(layer) if self.original else (layer, None)
 
     def rows(self, layers: Sequence[str]) -> tuple[Rows, ...]:
-        """Which rows of their module each of the layers is that it fuses."""
+        """Return which rows of their module each of the layers is that it fuses."""
         return tuple(rows for layer in layers if (rows := self.place(layer)[1]) is not None)
 
     def spelt(self, module: str) -> str:
-        """A module's name with this layout's separators; ``module`` contains dots."""
+        """Return a module's name with this layout's separators; ``module`` contains dots."""
         return module if self.dots else module.replace(".", "_")
 
     def layers(self, module: str) -> tuple[str, ...]:
-        """Diffusers' names of the layers that a file's module (with its prefix) updates."""
+        """Return diffusers' names of the layers that a file's module (with its prefix) updates."""
         return self.names.layers(module.removeprefix(self.prefix), self)

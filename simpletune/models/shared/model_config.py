@@ -64,7 +64,7 @@ UNET_BLOCKS = ("block_out_channels", "layers_per_block", "transformer_layers_per
 
 
 def read_config(file: Path, part: str) -> ModelConfig:
-    """Read the ``config.json`` of a part such as ``vae``. UserError: it is unreadable, or a size is too large."""
+    """Read the ``config.json`` of a part such as ``vae``. Raises UserError if it is unreadable or a size too large."""
     try:
         config = strict_json.read(file)
     except (OSError, JsonError) as error:
@@ -76,7 +76,7 @@ def read_config(file: Path, part: str) -> ModelConfig:
 
 
 def require_sizes(config: Mapping[str, JsonValue], part: str, place: str) -> None:
-    """UserError: a size of a part's configuration, from ``place``, is beyond its limits. Sizes may be missing."""
+    """Raise UserError if a size of a part, from ``place``, is beyond its limits. Sizes may be missing."""
     odd = []
     for name, (low, high) in LIMITS.get(part, {}).items():
         value = config.get(name)
@@ -115,5 +115,5 @@ def _fits(value: JsonValue, low: int, high: int) -> bool:
 
 
 def _largest(value: JsonValue) -> int:
-    """Of a size, or a list of sizes for levels or layers."""
+    """Return the largest of a size, or a list of sizes for levels or layers."""
     return max(map(_largest, value)) if isinstance(value, list) else value  # type: ignore[return-value]

@@ -36,14 +36,14 @@ class Modulation:
     reads_pooled: bool
 
     def has(self, module: str) -> bool:
-        """Whether a module is one of the linear layers."""
+        """Return whether a module is one of the linear layers."""
         return any(re.search(pattern, module) for pattern in self.layers)
 
     def activation(self, layer: str) -> str | None:
-        """The name of the activation before one of the linear layers, if there is one."""
+        """Return the name of the activation before one of the linear layers, if there is one."""
         beside = next(own for pattern, own in self.layers.items() if re.search(pattern, layer))
         return None if beside is None else f"{layer.rpartition('.')[0]}.{beside}"
 
     def serves(self, module: str) -> bool:
-        """Whether a module serves only to compute modulations."""
+        """Return whether a module serves only to compute modulations."""
         return self.has(module) or f"{module}.".startswith(f"{self.embed}.")

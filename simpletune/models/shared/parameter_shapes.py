@@ -31,12 +31,12 @@ REMEDY = "Download the model again, or use another"
 
 
 def shapes_of_class(model: str, config: ModelConfig) -> dict[str, Shape]:
-    """The shape of every parameter of diffusers' class ``model``, by name. UserError: it makes no such model."""
+    """Return every parameter's shape in diffusers' class ``model``. Raises UserError if it makes no such model."""
     return dict(_shapes(model, settings_of(config, _stored()["defaults"].get(model))))
 
 
 def settings_of(config: ModelConfig, defaults: ModelConfig | None) -> str:
-    """The settings of a ``config.json`` that differ from the class's defaults, if these are known, as JSON."""
+    """Return the settings of a ``config.json`` that differ from the class's defaults, if these are known, as JSON."""
     given = json.loads(json.dumps(config))
     if defaults is not None:  # diffusers ignores what the class does not know
         given = {name: given[name] for name in defaults if name in given and given[name] != defaults[name]}
@@ -44,7 +44,7 @@ def settings_of(config: ModelConfig, defaults: ModelConfig | None) -> str:
 
 
 def empty_model(model: str, config: ModelConfig) -> nn.Module:
-    """A model of diffusers' class ``model`` with all tensors on the meta device."""
+    """Build a model of diffusers' class ``model`` with all tensors on the meta device."""
     import diffusers
     from accelerate import init_empty_weights
 
@@ -55,8 +55,8 @@ def empty_model(model: str, config: ModelConfig) -> nn.Module:
 
 @lru_cache(maxsize=1)
 def _stored() -> dict[str, Any]:
-    """``defaults`` of each class; ``trees``, of names and shapes or numbers of other trees; ``models``, the number of a
-    tree by class and ``settings_of``."""
+    """Read ``defaults`` of each class; ``trees``, of names and shapes or numbers of other trees; ``models``, the number
+    of a tree by class and ``settings_of``."""
     return dict(json.loads(STORED.read_bytes()))
 
 
@@ -86,7 +86,7 @@ def _leaves(tree: int, prefix: str = "") -> Iterator[tuple[str, Shape]]:
 
 
 def _kept(model: str, settings: str) -> Shapes:
-    """The shapes that a process of its own finds, or found before."""
+    """Return the shapes that a process of its own finds, or found before."""
     from importlib.metadata import version
 
     about = f"diffusers {version('diffusers')} {model} {settings}"
@@ -124,7 +124,7 @@ def _found(model: str, settings: str, file: Path) -> Shapes:
 
 
 def print_shapes() -> None:
-    """As a process: print the shapes of what standard input asks for as JSON, or a UserError's message."""
+    """Print, as a process, the shapes of what standard input asks for as JSON, or a UserError's message."""
     try:
         print(json.dumps(_made(*json.load(sys.stdin))))
     except UserError as error:

@@ -41,16 +41,13 @@ class Part:
         return f"{self.name} in {self.file}" if self.file else str(self.folder)
 
     def single_file(self) -> SingleFile:
-        """The single file with the weights. UserError: it is damaged."""
+        """Return the single file with the weights. Raises UserError if it is damaged."""
         assert self.file is not None and self.layout is not None
         return open_file(self.file, self.layout)
 
     def config(self) -> ModelConfig:
-        """The part's ``config.json`` (the scheduler's ``scheduler_config.json``), or the bundled one.
-
-        Raises:
-            UserError: it cannot be read, or contains a size beyond the limits.
-        """
+        """Read the part's ``config.json`` (the scheduler's ``scheduler_config.json``), or return the bundled one.
+        Raises UserError if it cannot be read, or contains a size beyond the limits."""
         if self.folder is None:
             assert self.bundled is not None
             return self.bundled
@@ -58,8 +55,8 @@ class Part:
         return read_config(file, self.name)
 
     def fingerprint(self, sums: Path | None = None) -> str:
-        """A short hash of the part's configuration and of every byte of its weights, the same wherever they lie: what
-        caches and checkpoints know it by. ``sums``: the cache that keeps checksums of large files, if any."""
+        """Return a short hash of the part's configuration and of every byte of its weights, the same wherever they lie:
+        what caches and checkpoints know it by. ``sums``: the cache that keeps checksums of large files, if any."""
         if self.name.startswith("tokenizer"):
             assert self.folder is not None  # single files never contain tokenizers
             return files_hash(self.folder)
@@ -76,7 +73,7 @@ class Part:
 
 @contextmanager
 def explain_load_errors(part: Part) -> Iterator[None]:
-    """Turn exceptions raised while a part is built or read into a UserError: its files are damaged, or do not match."""
+    """Raise UserError for an exception while a part is built or read: its files are damaged, or do not match."""
     from huggingface_hub.errors import StrictDataclassError
 
     odd = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
@@ -91,7 +88,7 @@ def explain_load_errors(part: Part) -> Iterator[None]:
 
 
 def only_local(part: Part) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` to read the safetensors of a part's folder."""
+    """Return arguments of ``from_pretrained`` to read the safetensors of a part's folder."""
     assert part.folder is not None
     return {"local_files_only": True, "use_safetensors": True, "variant": variant_of(part.folder)}
 
@@ -116,7 +113,7 @@ def tensor_shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the names and shapes in the file with those in the configuration. UserError: they differ."""
+    """Compare the names and shapes in the file with those in the configuration. Raises UserError if they differ."""
     missing, odd = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     sized = [key for key in expected if key in found and found[key] != expected[key]]
     kinds = {"missing": missing, "unexpected": odd, "wrong shape": sized}

@@ -45,11 +45,11 @@ class _DamagedBase(Exception):
 
 
 class QuantisedBase:
-    """The entry of one quantised transformer in the cache's root folder ``cache``; it may not exist yet.
+    """The entry of one quantised denoiser in the cache's root folder ``cache``; it may not exist yet.
 
     Args:
-        config: the transformer's ``config.json``.
-        empty: builds the transformer on the meta device.
+        config: the denoiser's ``config.json``.
+        empty: builds the denoiser on the meta device.
         part: the location of its full-precision weights.
         precision: must be ``cacheable``.
         device: the device that quantises.
@@ -82,7 +82,7 @@ class QuantisedBase:
         self._place = part.place
 
     def load(self, on_host: Callable[[str], bool]) -> Denoiser | None:
-        """Load the frozen transformer. Returns None if the entry is missing or damaged; logs damage."""
+        """Load the frozen denoiser; return None if the entry is missing or damaged, and log damage."""
         if not self.folder.is_dir():
             return None
         try:
@@ -102,14 +102,14 @@ class QuantisedBase:
         return model
 
     def make(self, on_host: Callable[[str], bool], fresh: Callable[[], Denoiser]) -> Denoiser:
-        """Quantise the transformer (``fresh``) and cache it. Of several runs the first does, the others wait."""
+        """Quantise the denoiser (``fresh``) and cache it. Of several runs the first does, the others wait."""
         if not is_first_process():  # only the first process writes
             return fresh()
         with wait_for_lock(lock_of(self.folder), f"{self._what}: waiting for another run to quantise this model"):
             return self.load(on_host) or self.keep(fresh())
 
     def keep(self, model: Denoiser) -> Denoiser:
-        """Write a freshly quantised transformer to the cache, and return it; if that fails, log why and continue."""
+        """Write a freshly quantised denoiser to the cache, and return it; if that fails, log why and continue."""
         part = temporary_path(self.folder, shared=True)
         try:
             size = self._write(model, part)

@@ -106,7 +106,7 @@ PARTS = {
 
 
 def matches(kinds: Sequence[Kind], shapes: Shapes) -> Iterator[tuple[Kind, str]]:
-    """The kinds that a file may be of, the most specific first, each with the first tensor that shows it."""
+    """Yield the kinds that a file may be of, the most specific first, each with the first tensor that shows it."""
     for kind in kinds:
         for name, shape in shapes.items():
             fits = kind.inputs is None or (len(shape) > 1 and shape[1] == kind.inputs)
@@ -116,10 +116,10 @@ def matches(kinds: Sequence[Kind], shapes: Shapes) -> Iterator[tuple[Kind, str]]
 
 
 def kind_of(shapes: Shapes) -> Kind | None:
-    """The kind of a file that is not a LoRA; None if it is unknown."""
+    """Return the kind of a file that is not a LoRA; None if it is unknown."""
     return next((kind for kind, _ in matches(FILES, shapes)), None)
 
 
 def parts_in(shapes: Shapes) -> list[str]:
-    """The parts of a whole model that a file has besides the denoiser."""
+    """Return the parts of a whole model that a file has besides the denoiser."""
     return [part for part, prefix in PARTS.items() if any(name.startswith(prefix) for name in shapes)]

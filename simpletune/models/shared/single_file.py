@@ -30,12 +30,12 @@ DENOISER_PREFIXES = ("model.diffusion_model.", "")
 
 
 def is_single_file(name: str) -> bool:
-    """Whether a name is the path of a single weight file."""
+    """Return whether a name is the path of a single weight file."""
     return name.endswith(WEIGHT_FILES) and not Path(name).is_dir()
 
 
 def a_lora(file: Path) -> str:
-    """What to do with a LoRA that was given in place of something else."""
+    """Say what to do with a LoRA that was given in place of something else."""
     named = join_words([str(file)])
     return (
         f"a LoRA. Draw with it: {quote_command('simpletune', 'generate', '--lora', file)}. Train it further by "
@@ -44,7 +44,7 @@ def a_lora(file: Path) -> str:
 
 
 def _what_else(file: Path, shapes: Mapping[str, list[int]]) -> str | None:
-    """What a file is that has no model of a family, and what to do with it; None if it is unknown."""
+    """Say what a file is that has no model of a family, and what to do with it; None if it is unknown."""
     if any(map(A_LORA.search, shapes)):
         return a_lora(file)
     kind = kind_of(shapes)
@@ -126,14 +126,14 @@ class SingleFile:
             raise UserError(f"{path} contains no {layout.family} model in the original layout ({block}...). {seems}")
 
     def has(self, part: str) -> bool:
-        """Whether the file contains the weights of a part (``transformer``, ``vae``, ``text_encoder``, ...)."""
+        """Return whether the file contains the weights of a part (``transformer``, ``vae``, ``text_encoder``, ...)."""
         prefixes = self.layout.prefixes
         if part == self.layout.denoiser:
             return self.prefix + self.layout.marker in self.header
         return part in prefixes and any(name.startswith(prefixes[part]) for name in self.header)
 
     def tensors_of(self, part: str) -> ModelConfig:
-        """Header entries of a part, by the name without its prefix. UserError: they have an unsupported type."""
+        """Return a part's header entries, by name without its prefix. Raises UserError if their type is unsupported."""
         prefix = self.prefix if part == self.layout.denoiser else self.layout.prefixes[part]
         others = () if prefix else tuple(self.layout.prefixes.values())
         named = {name: entry for name, entry in self.header.items() if name.startswith(prefix)}
@@ -155,7 +155,7 @@ class SingleFile:
 
     @cached_property
     def denoiser_config(self) -> ModelConfig:
-        """The denoiser's configuration, inferred from its tensors' shapes. UserError: they do not make one."""
+        """The denoiser's configuration, inferred from its tensors' shapes. Raises UserError if they do not make one."""
         part = self.layout.denoiser
         found, incomplete = self.tensors_of(part), f"{self.path} is not a complete {self.layout.family} {part}"
         try:
@@ -177,11 +177,11 @@ class SingleFile:
         return {**self.layout.told(self), **{name: value for each in present for name, value in each.items()}}
 
     def check(self, part: str) -> None:
-        """Check that a part can be read. UserError: tensors are missing, or have an unsupported type."""
+        """Check that a part can be read. Raises UserError if tensors are missing, or have an unsupported type."""
         _ = self.denoiser_config if part == self.layout.denoiser else self.tensors_of(part)
 
     def fingerprint(self, part: str, sums: Path | None = None) -> str:
-        """A short hash of a part's names, types and shapes, and of its bytes; ``sums`` as for ``Part.fingerprint``."""
+        """Return a short hash of a part's names, types, shapes and bytes; ``sums`` as for ``Part.fingerprint``."""
         entries = self.tensors_of(part)
         about = repr(sorted((name, entry["dtype"], entry["shape"]) for name, entry in entries.items()))
         with open(self.path, "rb") as handle:

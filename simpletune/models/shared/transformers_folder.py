@@ -39,7 +39,7 @@ class ModelFolder:
         return UserError(f"{self.option}: {self.folder} {reason}. Download it again, or name another {self.what}")
 
     def config(self) -> Json:
-        """Read config.json. UserError: it cannot be read."""
+        """Read config.json. Raises UserError if it cannot be read."""
         file = self.folder / "config.json"
         try:
             found = strict_json.read(file, CONFIG_BYTES, CONFIG_VALUES)
@@ -48,8 +48,8 @@ class ModelFolder:
         return found if isinstance(found, dict) else {}
 
     def model_type(self, known: Collection[str], examples: str) -> str:
-        """The ``model_type`` of config.json. UserError: it is not among the known ones, of which the message names
-        ``examples`` on the Hub."""
+        """Return the ``model_type`` of config.json. Raises UserError if it is not among the known ones, of which the
+        message names ``examples`` on the Hub."""
         found = self.config().get("model_type")
         if not isinstance(found, str) or found not in known:
             raise UserError(
@@ -58,7 +58,7 @@ class ModelFolder:
         return found
 
     def refuse_pickles(self) -> None:
-        """UserError: the folder's only weights are pickles."""
+        """Raise UserError if the folder's only weights are pickles."""
         pickles = sorted(file.name for file in self.folder.iterdir() if file.suffix in PICKLES)
         if pickles and not any(self.folder.glob("*.safetensors")):
             raise UserError(
@@ -68,10 +68,7 @@ class ModelFolder:
 
     def model(self, kind: type[PreTrainedModel], dtype: torch.dtype, **options: object) -> PreTrainedModel:
         """Load a model on the CPU, frozen; weights of the same type on disk stay in the file until they are read.
-
-        Raises:
-            UserError: weights are missing, have other shapes than the configuration, or cannot be read.
-        """
+        Raises UserError if weights are missing, have other shapes than the configuration, or cannot be read."""
         from safetensors import SafetensorError
 
         with quiet():
@@ -91,11 +88,8 @@ class ModelFolder:
         return model.eval().requires_grad_(False)
 
     def empty(self, kind: Any, config: type[PretrainedConfig], **options: object) -> PreTrainedModel:
-        """Build a model from its configuration with uninitialised weights, on torch's current device.
-
-        Raises:
-            UserError: the configuration does not describe such a model.
-        """
+        """Build a model from its configuration with uninitialised weights, on torch's current device. Raises UserError
+        if the configuration does not describe such a model."""
         from transformers.initialization import no_init_weights
 
         try:
@@ -108,7 +102,7 @@ class ModelFolder:
             raise self.damaged(f"has a damaged config.json ({first_line(error)})") from None
 
     def tokenizer(self, **options: object) -> PreTrainedTokenizerBase:
-        """Load the tokenizer. UserError: it cannot be loaded."""
+        """Load the tokenizer. Raises UserError if it cannot be loaded."""
         from transformers import AutoTokenizer
 
         if not any((self.folder / name).is_file() for name in TOKENIZERS):  # transformers would make an empty one
@@ -123,11 +117,8 @@ class ModelFolder:
 
 
 def find_folder(name: str, option: str, what: str, example: str) -> ModelFolder:
-    """Find a model by its folder or hub name, for example ``example``; fetch it if necessary. See ``ModelFolder``.
-
-    Raises:
-        UserError: there is no such model.
-    """
+    """Find a model by its folder or hub name, for example ``example``; fetch it if necessary (see ``ModelFolder``).
+    Raises UserError if there is no such model."""
     folder = Path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():

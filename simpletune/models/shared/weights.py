@@ -105,7 +105,7 @@ def fill_model(
 
 
 def open_tensors(part: Part) -> TensorSource:
-    """A part's tensors, in a folder in diffusers' layout or in a single file in the original layout."""
+    """Open a part's tensors, in a folder in diffusers' layout or in a single file in the original layout."""
     if part.file is not None:
         assert part.layout is not None
         return OriginalReader(part.file, part.layout)

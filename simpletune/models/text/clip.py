@@ -154,7 +154,7 @@ class OpenClip:
 
 
 def _with_rows(rows: Mapping[int, Tensor], table: nn.Module, inputs: object, output: Tensor) -> Tensor:  # [1, L, w]
-    """Forward hook of a token table that replaces rows of its output for one prompt."""
+    """Replace rows of a token table's output for one prompt; a forward hook."""
     changed = output.clone()
     for row, vector in rows.items():
         changed[0, row] = vector.to(changed.device, changed.dtype)
@@ -162,11 +162,8 @@ def _with_rows(rows: Mapping[int, Tensor], table: nn.Module, inputs: object, out
 
 
 def load_text_model(part: Part, dtype: torch.dtype, projected: bool = True) -> Any:
-    """Load a CLIP text encoder, with its projection or without, on the CPU.
-
-    Raises:
-        UserError: the weights do not match the configuration.
-    """
+    """Load a CLIP text encoder, with its projection or without, on the CPU. Raises UserError if the weights do not
+    match the configuration."""
     from accelerate import init_empty_weights
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
     from transformers.utils.logging import disable_progress_bar

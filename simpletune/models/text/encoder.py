@@ -60,10 +60,10 @@ class OpenEncoder(Protocol):
     """Whether its layers visit the device one by one, so that its weights never stand there together."""
 
     def parameter_count(self) -> int:
-        """The number of its parameters, a tensor with two names counted once."""
+        """Return the number of its parameters, a tensor with two names counted once."""
 
     def resident(self) -> Iterable[Tensor]:
-        """Its tensors that stay on the device while it runs."""
+        """Return its tensors that stay on the device while it runs."""
 
     def encode(self, tokens: Tokens, batch_size: int = BATCH) -> Iterator[dict[str, Tensor]]:
         """Yield for each prompt ``hidden`` [L, w], and ``pooled`` [p] if it has a pooled output; without padding if the
@@ -101,31 +101,31 @@ class TextEncoder:
         return self.length or MAX_TOKENS
 
     def width(self, config: ModelConfig) -> int:
-        """w, from its ``config.json``."""
+        """Return w, from its ``config.json``."""
         raise NotImplementedError
 
     def pooled_width(self, config: ModelConfig) -> int:
-        """The width of its pooled output; 0: it has none, or none that is used."""
+        """Return the width of its pooled output; 0: it has none, or none that is used."""
         return 0
 
     def positions(self, config: ModelConfig) -> int | None:
-        """The most tokens for which it has positions; None: any number."""
+        """Return the most tokens for which it has positions; None: any number."""
         return None
 
     def longest(self, config: ModelConfig) -> int:
-        """L of the longest prompt, by its ``config.json``, where no tokenizer is at hand."""
+        """Return L of the longest prompt, by its ``config.json``, where no tokenizer is at hand."""
         return self.length or self.positions(config) or 0
 
     def tokenizer_class(self) -> type[PreTrainedTokenizerBase]:
-        """transformers' class of its tokenizer."""
+        """Return transformers' class of its tokenizer."""
         raise NotImplementedError
 
     def text(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-        """A prompt in the encoder's template."""
+        """Put a prompt in the encoder's template."""
         return prompt
 
     def tokenize(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> Tokens:
-        """The tokens of prompts, truncated, and padded to the encoder's length."""
+        """Return the tokens of prompts, truncated, and padded to the encoder's length."""
         ids: Tensor = tokenizer(
             [self.text(tokenizer, prompt) for prompt in prompts],
             padding="max_length",
@@ -136,7 +136,7 @@ class TextEncoder:
         return Tokens(ids)
 
     def counts(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[int]:
-        """The numbers of tokens of prompts before truncation."""
+        """Return the numbers of tokens of prompts before truncation."""
         return [len(ids) for ids in tokenizer([self.text(tokenizer, prompt) for prompt in prompts]).input_ids]
 
     def open(
@@ -162,7 +162,7 @@ class TextEncoder:
         raise NotImplementedError
 
     def open_empty(self, part: Part, dtype: torch.dtype, device: torch.device) -> OpenEncoder:
-        """The same without values, from the configuration alone."""
+        """Open it without values, from the configuration alone."""
         raise NotImplementedError
 
     def load(self, part: Part, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
@@ -170,7 +170,7 @@ class TextEncoder:
         raise NotImplementedError
 
     def empty(self, config: ModelConfig) -> nn.Module:
-        """The same with uninitialised weights."""
+        """Build it with uninitialised weights."""
         raise NotImplementedError
 
     def outputs(self, model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ class TextEncoder:
         raise NotImplementedError
 
     def read_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
-        """Read its tokenizer. UserError: its files are damaged or have impossible sizes."""
+        """Read its tokenizer. Raises UserError if its files are damaged or have impossible sizes."""
         for file in folder.iterdir():
             if file.is_file() and file.stat().st_size > MAX_TOKENIZER_BYTES:
                 raise UserError(
@@ -206,5 +206,5 @@ class TextEncoder:
 
 
 def groups_of(width: int) -> int:
-    """The number of scales for a packed token of this width."""
+    """Return the number of scales for a packed token of this width."""
     return width // GROUP if width % GROUP == 0 else 1

@@ -24,7 +24,7 @@ class ModelParts(Protocol):
     """What a text side asks of its family's files."""
 
     def known_config(self) -> ModelConfig:
-        """The denoiser's ``config.json``."""
+        """Return the denoiser's ``config.json``."""
 
     def known_part(self, name: str) -> Part:
         """Locate a part's configuration."""
@@ -33,7 +33,7 @@ class ModelParts(Protocol):
         """Locate a part, downloading it if necessary."""
 
     def pipeline_index(self) -> ModelConfig:
-        """The pipeline's ``model_index.json``; empty for one without."""
+        """Return the pipeline's ``model_index.json``; empty for one without."""
 
 
 class HasFiles(Protocol):
@@ -98,11 +98,11 @@ class FamilyText(Generic[F]):
         return 0
 
     def regions(self) -> Mapping[str, TextRegion]:
-        """Where the output of each encoder in use lies in a prompt's embeddings, by its name."""
+        """Return where the output of each encoder in use lies in a prompt's embeddings, by its name."""
         raise NotImplementedError
 
     def fits(self, widths: Sequence[int]) -> bool:
-        """Whether the denoiser can read the outputs of encoders in use of these widths."""
+        """Return whether the denoiser can read the outputs of encoders in use of these widths."""
         return sum(widths) == self.width
 
     def describe(self) -> str:
@@ -115,28 +115,28 @@ class FamilyText(Generic[F]):
         raise NotImplementedError
 
     def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor | None:
-        """The pooled embedding [p] of one prompt, from the outputs' ``pooled``; None for a family without one."""
+        """Return one prompt's pooled embedding [p], from the outputs' ``pooled``; None for a family without one."""
         return None
 
     def framed(self, conditioning: Conditioning, framings: Sequence[Framing]) -> Conditioning:
-        """The conditioning of b pictures with what the model is told of how they were cut (``reads_framing``)."""
+        """Add to the conditioning of b pictures what the model is told of how they were cut (``reads_framing``)."""
         return conditioning
 
     def steered_from(self, negative_prompt: str | None) -> str | None:
-        """The text that guidance steers away from if ``negative_prompt`` is given, or with None none is; None: zeros
-        take the place of its embeddings."""
+        """Return the text that guidance steers away from if ``negative_prompt`` is given, or with None none is; None:
+        zeros take the place of its embeddings."""
         return negative_prompt or ""
 
     def pipeline_arguments(self) -> dict[str, str]:
-        """Arguments of diffusers' ``from_pretrained`` that make its pipeline read prompts so, as Python."""
+        """Return arguments of diffusers' ``from_pretrained`` that make its pipeline read prompts so, as Python."""
         return {}
 
     def call_arguments(self) -> dict[str, object]:
-        """Arguments for the call of diffusers' pipeline that make it read prompts so."""
+        """Return arguments for the call of diffusers' pipeline that make it read prompts so."""
         return {}
 
     def part_names(self) -> list[str]:
-        """The parts with tokenizers and weights."""
+        """Return the parts with tokenizers and weights."""
         return [part for encoder in self.encoders for part in (encoder.tokenizer, encoder.model)]
 
     @property
@@ -145,7 +145,7 @@ class FamilyText(Generic[F]):
         return tuple(encoder.name for encoder in self.encoders if encoder.may_train)
 
     def blank(self, dtype: torch.dtype, rows: int | None = None) -> Conditioning:
-        """The largest conditioning of b = ``rows`` samples, or of one prompt, of zeros, before ``framed``."""
+        """Return the largest conditioning of b = ``rows`` samples, or of one prompt, of zeros, before ``framed``."""
         import torch
 
         from simpletune.models.shared.conditioning import Conditioning

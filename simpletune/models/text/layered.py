@@ -128,7 +128,7 @@ class LayeredEncoder:
             raise UserError(f"{self.title} has no layer {join_names(lost, 3)}, which {layers[lost[0]].source} updates")
 
     def build(self, config: ModelConfig) -> nn.Module:
-        """transformers' model, without a head."""
+        """Build transformers' model, without a head."""
         raise NotImplementedError
 
     def call(self, block: nn.Module, x: Tensor, mask: Tensor | None, state: dict[str, Any]) -> Tensor:
@@ -150,7 +150,7 @@ class LayeredEncoder:
         return ()
 
     def rows(self, ids: Sequence[int]) -> Tensor:  # [len(ids), w]
-        """Rows of the token table, in its own type."""
+        """Return rows of the token table, in its own type."""
         return self.tensors.get(self.table)[list(ids)]
 
     def encode(self, tokens: Tokens, batch_size: int = BATCH) -> Iterator[dict[str, Tensor]]:
@@ -216,14 +216,14 @@ class LayeredEncoder:
             module.to("meta")
 
     def _read(self, name: str) -> Tensor:
-        """One tensor, changed if its layer is."""
+        """Read one tensor, changed if its layer is."""
         tensor, change = self.tensors.get(name), self.changes.layers.get(name.removesuffix(".weight"))
         return tensor if change is None or not name.endswith(".weight") else change.apply(tensor)
 
 
 def trimmed(hidden: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:  # [b, L, w], [b, L]
-    """A view of a batch without the padding that follows all of its prompts, and its mask there, if any is left in it.
-    So a prompt that is encoded alone does not depend on the length of others."""
+    """View a batch without the padding that follows all of its prompts, and its mask there, if any is left in it. So a
+    prompt that is encoded alone does not depend on the length of others."""
     if mask is None:
         return hidden, None
     length = int(mask.sum(dim=1).max())

@@ -61,11 +61,8 @@ class Prompts:
         return _known_tokenizer(encoder, folder, self._hash(encoder), get_ident())
 
     def tokens(self, encoder: TextEncoder, prompts: Sequence[str]) -> Tokens:
-        """The tokens of prompts.
-
-        Raises:
-            UserError: the encoder has no such token or position, so that one of both is damaged.
-        """
+        """Return the tokens of prompts. Raises UserError if the encoder has no such token or position, so that one of
+        both is damaged."""
         tokenizer, config = self.tokenizer(encoder), self.part(encoder.model).config()
         length, folder = encoder.length or tokenizer.model_max_length, self._tokenizer_folder(encoder)
         room = encoder.positions(config)
@@ -89,7 +86,7 @@ class Prompts:
         return self._hashes[encoder.tokenizer]
 
     def fingerprint(self, encoder: TextEncoder, sums: Path | None = None) -> str:
-        """A name for everything an encoder's output depends on, apart from the prompt; ``sums`` as for
+        """Name everything an encoder's output depends on, apart from the prompt; ``sums`` as for
         ``Part.fingerprint``."""
         length = "" if encoder.length is None else f"-{encoder.length}"
         tokens = self._hash(encoder)
@@ -105,12 +102,12 @@ class Prompts:
         batch_size: int = BATCH,
         changes: EncoderChanges | None = None,
     ) -> Iterator[dict[str, Tensor]]:
-        """Load one encoder, encode prompts with it, and free it. Prompts of which some have changed rows pass through
-        it one by one.
+        """Load one encoder, encode prompts with it, and free it; prompts with changed rows pass through it one by one.
 
         Yields:
             For each prompt what ``OpenEncoder.encode`` yields, in the encoders' type on the CPU or packed, and
-            ``tokens`` [1], the number of tokens in the prompt before truncation.
+            ``tokens`` [1],
+            the number of tokens in the prompt before truncation.
         """
         tokenizer = self.tokenizer(encoder)
         counts, tokens = encoder.counts(tokenizer, prompts), self.tokens(encoder, prompts)
@@ -142,5 +139,5 @@ def unpack(parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 
 @lru_cache(maxsize=8)
 def _known_tokenizer(encoder: TextEncoder, folder: Path, content: str, thread: int) -> PreTrainedTokenizerBase:
-    """Cached per thread: reading it takes longer than encoding a prompt, and it is not thread-safe."""
+    """Cache a tokenizer per thread: reading it takes longer than encoding a prompt, and it is not thread-safe."""
     return encoder.read_tokenizer(folder)

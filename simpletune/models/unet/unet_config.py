@@ -64,7 +64,7 @@ class Level:
 
 
 def levels_of(config: ModelConfig) -> list[Level]:
-    """The UNet's levels, from the finest to the coarsest."""
+    """Return the UNet's levels, from the finest to the coarsest."""
     known = {**DEFAULTS, **config}
     channels, down = known["block_out_channels"], known["down_block_types"]
     layers, depth, heads, text = (_per_level(known[name], len(channels)) for name in PER_LEVEL)
@@ -80,12 +80,8 @@ def _per_level(value: int | Sequence[int], levels: int) -> list[int]:
 
 
 def difference(config: ModelConfig, family: str, needed: Mapping[str, object] = NEEDED) -> str | None:
-    """What distinguishes a configuration, whose sizes are within the limits, from a UNet of a family; None: nothing.
-
-    Args:
-        family: its name, for the message.
-        needed: settings of which the family supports only this value.
-    """
+    """Say what distinguishes a configuration, whose sizes are within the limits, from a UNet of a family of this name;
+    None: nothing. ``needed``: settings of which the family supports only this value."""
     name = config.get("_class_name")
     if name != CLASS:
         return f"is a {name}; family {family} needs a {CLASS}"
@@ -94,12 +90,12 @@ def difference(config: ModelConfig, family: str, needed: Mapping[str, object] = 
 
 
 def inpainting_channels(config: ModelConfig) -> int:
-    """The input channels of the inpainting model beside a UNet: z_t, a mask, the latents of the masked picture."""
+    """Return the input channels of the inpainting model: z_t, a mask, the latents of the masked picture."""
     return 2 * int({**DEFAULTS, **config}["out_channels"]) + 1
 
 
 def inpainting_config(config: ModelConfig) -> ModelConfig:
-    """The configuration of the inpainting model beside a UNet."""
+    """Return the configuration of the inpainting model beside a UNet."""
     return {**config, "in_channels": inpainting_channels(config)}
 
 

@@ -65,7 +65,7 @@ class UNetFiles(FamilyFiles):
     hub_bytes: ClassVar[int] = 4  # SDXL's unet/diffusion_pytorch_model.safetensors has 10,270,077,736 bytes
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
-        """As for ``FamilyFiles``. UserError: the UNet is of another family."""
+        """Return what ``FamilyFiles`` does. Raises UserError if the UNet is of another family."""
         config = super().denoiser_config(fetch)
         if config is None:
             return None
@@ -99,11 +99,11 @@ class UNetArchitecture(Architecture):
         return WidenedTensors(tensors, self.in_channels) if self.family.inpainting else tensors
 
     def per_sample(self, layer: str) -> bool:
-        """Also the time's layer in each resnet, which shifts its channels."""
+        """Return True for the time's layer in each resnet, which shifts its channels."""
         return layer.endswith(".time_emb_proj")
 
     def layer_rows(self, size: Size) -> Callable[[str], int]:
-        """By level; the text's layers have its tokens, and the time's a single row."""
+        """Return rows by level; the text's layers have its tokens, and the time's a single row."""
         levels = [
             (f"{unit.name}.", pixels(size, unit.halvings)) for unit in unet_units(self.family.files.known_config())
         ]
@@ -118,7 +118,7 @@ class UNetArchitecture(Architecture):
         return rows
 
     def attentions(self, size: Size) -> Sequence[AttentionShape]:
-        """Self-attention and attention to the text at each level that has attention."""
+        """Return self-attention and attention to the text at each level that has attention."""
         found: dict[AttentionShape, None] = {}
         for unit in unet_units(self.family.files.known_config()):
             if unit.kind == ATTENTION:

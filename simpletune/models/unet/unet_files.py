@@ -60,10 +60,8 @@ IN_CLIP = {
 
 
 def inferred(shapes: Mapping[str, list[int]], known: ModelConfig) -> ModelConfig:
-    """A UNet's configuration: ``known``, with what the shapes of its tensors by original names imply.
-
-    UserError: the middle or the way up has other attentions than the way down, as in pruned models.
-    """
+    """Infer a UNet's configuration: ``known``, with what the shapes of its tensors by original names imply. Raises
+    UserError if the middle or the way up has other attentions than the way down, as in pruned models."""
     levels: list[tuple[int, int, int]] = [(shapes["input_blocks.0.0.weight"][0], 0, 0)]  # channels, layers, depth
     text = known["cross_attention_dim"]
     for step in range(1, 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("input_blocks."))):
@@ -104,18 +102,18 @@ def inferred(shapes: Mapping[str, list[int]], known: ModelConfig) -> ModelConfig
 
 
 def _depth(shapes: Collection[str], attention: str) -> int:
-    """The transformer blocks of an attention, by its original name."""
+    """Count the transformer blocks of an attention, by its original name."""
     blocks = f"{attention}.transformer_blocks."
     return len({name.removeprefix(blocks).partition(".")[0] for name in shapes if name.startswith(blocks)})
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:
-    """The value that all levels share, or the levels' values."""
+    """Return the value that all levels share, or the levels' values."""
     return values[0] if len(set(values)) == 1 else values
 
 
 def original_modules(config: ModelConfig) -> dict[str, str]:
-    """The original name of each unit, by diffusers' name."""
+    """Return the original name of each unit, by diffusers' name."""
     found: dict[str, str] = {}
     steps = {"down": 0, "mid": -1, "up": -1}
     inside = 0  # modules in the current step
@@ -134,7 +132,7 @@ def original_modules(config: ModelConfig) -> dict[str, str]:
 
 
 def origins(config: ModelConfig) -> dict[str, Origin]:
-    """The source of each of the UNet's tensors, by diffusers' name."""
+    """Return the source of each of the UNet's tensors, by diffusers' name."""
     modules = original_modules(config)
     found: dict[str, Origin] = {}
     for name in parameter_shapes(config):
@@ -153,7 +151,7 @@ def origins(config: ModelConfig) -> dict[str, Origin]:
 
 
 def vae_origins(names: Collection[str]) -> dict[str, Origin]:
-    """The source of each of the autoencoder's tensors, by diffusers' name. KeyError: there is no such tensor."""
+    """Return the source of each autoencoder tensor, by diffusers' name. Raises KeyError if there is no such tensor."""
     deepest = max((int(name.split(".")[2]) for name in names if name.startswith("encoder.down_blocks.")), default=0)
     found: dict[str, Origin] = {}
     for name in names:
@@ -165,7 +163,7 @@ def vae_origins(names: Collection[str]) -> dict[str, Origin]:
 
 
 def _vae_origin(name: str, deepest: int) -> Origin:
-    """The source of an autoencoder's tensor. Originally, the levels on the way up are numbered from the top, too."""
+    """Return an autoencoder tensor's source. Originally, the levels on the way up are numbered from the top, too."""
     side, _, inner = name.partition(".")
     if side in ("quant_conv", "post_quant_conv"):
         return Origin(name)
@@ -184,7 +182,7 @@ def _vae_origin(name: str, deepest: int) -> Origin:
 
 
 def open_clip_tensors(tensors: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
-    """A text encoder's tensors under transformers' names, from those under OpenCLIP's. ``width``: of its states."""
+    """Return a text encoder's tensors under transformers' names, from OpenCLIP's. ``width``: of its states."""
     from types import SimpleNamespace
 
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
@@ -194,8 +192,8 @@ def open_clip_tensors(tensors: Mapping[str, Tensor], width: int) -> dict[str, Te
 
 
 def open_clip_origin(name: str) -> Origin:
-    """The source of a text encoder's tensor under OpenCLIP's names, where q, k and v are one and the projection is
-    transposed. KeyError: there is no such tensor."""
+    """Return the source of a text encoder's tensor under OpenCLIP's names, where q, k and v are one and the projection
+    is transposed. Raises KeyError if there is no such tensor."""
     if name == "text_projection.weight":
         return Origin(f"{OPEN_CLIP}text_projection", transposed=True)
     if name in OUTER_CLIP:

@@ -114,7 +114,7 @@ class UNetNames(LoraNames):
         self.config = config
 
     def shows(self, name: str, inputs: int) -> int:
-        """By the width of the text that an attention reads, which is certain, or by ``own``."""
+        """Tell by the width of the text that an attention reads, which is certain, or by ``own``."""
         if READS_TEXT.search(name) and inputs in self.by_text_width:
             return 2
         return 1 if self.own.search(name) else 0
@@ -140,7 +140,7 @@ class UNetNames(LoraNames):
         return {name.replace(".", "_"): layer for layer, name in self.originals.items()}
 
     def layers(self, module: str, layout: Layout) -> tuple[str, ...]:
-        """As for ``LoraNames``; also knows the attention processors of old diffusers."""
+        """Return what ``LoraNames`` does; also recognise the attention processors of old diffusers."""
         if layout.dots:
             module = re.sub(r"\.processor\.(to_[qkv])$", r".\1", module)
             module = re.sub(r"(\.processor)?\.to_out$", ".to_out.0", module)
@@ -152,8 +152,8 @@ class UNetNames(LoraNames):
         return self.originals[layer], None
 
     def block_numbers(self, config: ModelConfig) -> dict[str, int]:
-        """Blocks have the numbers of the original layout, those on the way up after the middle, which is one block or
-        as many as it has modules."""
+        """Return the numbers of the original layout, those on the way up after the middle, which is one block or as
+        many as it has modules."""
         assert self.kohya_blocks is not None, "every family with a UNet states them"
         before, down, middle, _, _ = self.kohya_blocks
         first = {"input_blocks": before, "middle_block": before + down, "output_blocks": before + down + middle}
@@ -166,7 +166,7 @@ class UNetNames(LoraNames):
 
 
 def _layer(flat: str) -> str | None:
-    """Diffusers' name of a layer from its name with underscores for dots; None if there is no such layer."""
+    """Return diffusers' name of a layer from its name with underscores for dots; None if there is no such layer."""
     if flat in OUTER:
         return OUTER[flat]
     match = PLACE.fullmatch(flat)

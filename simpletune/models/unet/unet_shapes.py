@@ -49,7 +49,7 @@ class Unit:
 
 
 def unet_units(config: ModelConfig) -> list[Unit]:
-    """The UNet's modules in the order of the forward pass."""
+    """Return the UNet's modules in the order of the forward pass."""
     levels = levels_of(config)
     width = levels[0].channels
     units, skips = list[Unit](), [width]  # the channels of skip connections, of which ``conv_in`` makes the first
@@ -83,13 +83,13 @@ def unet_units(config: ModelConfig) -> list[Unit]:
 
 
 def pixels(size: Size, halvings: int) -> int:
-    """The pixels of a picture's latent whose sides have been halved this often."""
+    """Return the pixels of a picture's latent whose sides have been halved this often."""
     # A downsampler rounds up.
     return math.prod(-(-side // STABLE_DIFFUSION.downsampling // 2**halvings) for side in size)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """The shape of every parameter, by name."""
+    """Return the shape of every parameter, by name."""
     return shapes_of_class(CLASS, config)
 
 
@@ -98,13 +98,12 @@ _BLOCK = re.compile(r".*\.transformer_blocks\.\d+(?=\.)")
 
 
 def whole_layers(names: Iterable[str]) -> tuple[str, ...]:
-    """Units among the names of a UNet's parameters, in the order of the forward pass: residual blocks, attentions with
-    all of their transformer blocks, changes of resolution."""
+    """Return residual blocks, whole attentions and changes of resolution among parameters' names, in forward order."""
     return _in_order({found[0] for name in names if (found := _LAYER.match(name))})
 
 
 def single_blocks(names: Iterable[str]) -> tuple[str, ...]:
-    """As ``whole_layers``, with each transformer block as a unit of its own; the norm and the projections around an
+    """Return the same, with each transformer block as a unit of its own; the norm and the projections around an
     attention's blocks belong to none."""
     layers = (
         (_BLOCK if match[4] == "attentions" else _LAYER).match(name) for name in names if (match := _LAYER.match(name))
@@ -117,7 +116,7 @@ def _in_order(units: Iterable[str]) -> tuple[str, ...]:
 
 
 def _place(unit: str) -> tuple[int, int, bool, int, bool, int]:
-    """A unit's position in the forward pass: per layer a residual block, then an attention; resizing last."""
+    """Return a unit's position in the forward pass: per layer a residual block, then an attention; resizing last."""
     layer, _, block = unit.partition(".transformer_blocks.")
     way, *level, kind, number = layer.split(".")
     resizes = kind in ("downsamplers", "upsamplers")
