@@ -38,7 +38,7 @@ SMALL: dict[str, tuple[str, list[str]]] = {
 """The arguments of each grid, and the files that it writes beside its table."""
 FEWER: list[tuple[Any, str, object]] = [
     (quality, "STEPS", 2), (which_method, "STEPS", 2), (which_method, "ROUNDS", 2), (recipe, "SEEDS", 1),
-    (inpainting, "PICTURES", 8), (inpainting, "TRAINED", 2), (inpainting, "STEPS", 2), (edges, "PROMPTS", 2),
+    (inpainting, "IMAGES", 8), (inpainting, "TRAINED", 2), (inpainting, "STEPS", 2), (edges, "PROMPTS", 2),
     (edges, "ALONE", (*edges.ALONE, *ONE.split())), (int8, "STEPS", 2), (int8, "ENDS", 1), (methods, "BLOCKS", 1),
     (methods, "SIZE", 64), (methods, "ROUNDS", 2), (methods, "SHIPPED", {"sd3_medium_lora_24gb": "none"}),
     (speed, "SECONDS", 0.1),
