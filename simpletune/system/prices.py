@@ -81,5 +81,5 @@ def read_prices(file: Path, option: str = "--prices") -> Prices:
 
 
 def cost_of_image(seconds: float, per_hour: float) -> float:
-    """Compute what an image costs that takes so many seconds, in the currency of the price."""
+    """Compute the cost of an image from its seconds, in the currency of the price."""
     return seconds * per_hour / 3600

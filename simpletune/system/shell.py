@@ -12,7 +12,7 @@ from simpletune.system.devices import is_under_wsl
 from simpletune.system.options import UserError
 from simpletune.system.portable import join_words
 
-DRIVE = re.compile(r"([A-Za-z]):[\\/](.*)", re.DOTALL)
+DRIVE = re.compile(r"([A-Za-z]):[\\/]+(.*)", re.DOTALL)
 SHARE = re.compile(r"\\\\wsl(?:\$|\.localhost)\\[^\\]+(\\.*)?", re.DOTALL)  # a distribution's files, in Explorer
 SWALLOWED = re.compile(r"[A-Za-z]:[A-Za-z]\w*")  # what an unquoted path of Windows is after the shell
 
@@ -37,6 +37,12 @@ def login_command() -> str:
     return quote_command("hf", "auth", "login")
 
 
+def wsl_path(path: str) -> str | None:
+    r"""Return where WSL has a path on a drive of Windows (``C:\Users`` is ``/mnt/c/Users``); None for another path."""
+    drive = DRIVE.fullmatch(path)
+    return None if drive is None else f"/mnt/{drive[1].lower()}/{drive[2]}".replace("\\", "/")
+
+
 def typed_path(text: str) -> str:
     r"""Read a path as a user types or pastes it: without quotes around it, with ``~`` expanded, and under WSL with a
     drive of Windows where Linux has it (``C:\Users`` is ``/mnt/c/Users``). Raises UserError for a path of Windows,
@@ -50,13 +56,13 @@ def typed_path(text: str) -> str:
         return os.path.expanduser(path)
     if SWALLOWED.fullmatch(path) and not os.path.lexists(path):
         raise UserError(f"{path} is a path of Windows whose backslashes the shell removed. Put it in single quotes")
-    drive, share = DRIVE.fullmatch(path), SHARE.fullmatch(path)
-    if drive is None and share is None and not path.startswith("\\\\"):
+    on_drive, share = wsl_path(path), SHARE.fullmatch(path)
+    if on_drive is None and share is None and not path.startswith("\\\\"):
         return path
     if is_under_wsl() and share is not None:
         return (share[1] or "/").replace("\\", "/")
-    if is_under_wsl() and drive is not None:
-        return f"/mnt/{drive[1].lower()}/{drive[2]}".replace("\\", "/")
+    if is_under_wsl() and on_drive is not None:
+        return on_drive
     raise UserError(
         f"{path} is a path of Windows, which this machine cannot open. Copy what it names to this machine, and give "
         "its path here, such as ~/pictures"

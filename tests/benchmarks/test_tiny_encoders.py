@@ -62,7 +62,7 @@ def test_a_figure_that_was_never_seen_is_known_again(dino: ImageEncoder) -> None
 def test_prompts_fit_their_pictures_and_not_shuffled_ones(clip: ImageEncoder) -> None:
     scenes = demo_scenes.sample_scenes(24, seed=5, held_out=True)
     drawn = embedded(clip, [demo_scenes.render(scene, 64, n) for n, scene in enumerate(scenes)])
-    prompts = clip.embed_texts([demo_scenes.caption(scene, n) for n, scene in enumerate(scenes)]).double().numpy()
+    prompts = clip.embed_prompts([demo_scenes.caption(scene, n) for n, scene in enumerate(scenes)]).double().numpy()
     fits = scores.prompt_fidelity(drawn, prompts).mean()
     assert fits > scores.prompt_fidelity(drawn, np.roll(prompts, 1, axis=0)).mean() + 0.4
     noise = embedded(clip, [Image.fromarray(np.random.default_rng(n).integers(0, 256, (64, 64, 3), np.uint8))

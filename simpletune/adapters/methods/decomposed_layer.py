@@ -6,7 +6,7 @@ dW) x), or (W + dW) (g o x).
 
 from __future__ import annotations
 
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class DecomposedLayer(UpdateLayer):
         adapter: name by which ``scaling`` holds the strength.
     """
 
+    own_layers: ClassVar[tuple[str, ...]] = ("inner",)
     gain: Tensor
 
     def __init__(self, base_layer: nn.Module, inner: UpdateLayer, gain: Tensor, by_input: bool, adapter: str = ADAPTER):

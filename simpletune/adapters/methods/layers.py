@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -27,6 +28,9 @@ class UpdateLayer(nn.Module):
         base_layer: the frozen linear layer or convolution, quantised or not, or another wrapping layer.
         adapter: name by which ``scaling`` holds the strength.
     """
+
+    own_layers: ClassVar[tuple[str, ...]] = ()
+    """The names of its submodules that wrap a layer, too, as parts of this update."""
 
     def __init__(self, base_layer: nn.Module, adapter: str = ADAPTER):
         super().__init__()
@@ -132,8 +136,13 @@ def freeze_for_updates(model: nn.Module, seed: int) -> dict[str, tuple[int, ...]
 
 def all_layers(model: nn.Module) -> Iterator[tuple[str, UpdateLayer | BaseTunerLayer]]:
     """Yield every wrapping layer with its name, outer ones first; not those that are parts of another one's update."""
-    for name, module in model.named_modules():
-        if isinstance(module, UpdateLayer | BaseTunerLayer) and not name.endswith(".inner"):
+    parts: set[str] = set()
+    for name, module in model.named_modules():  # outer modules come first
+        if name in parts:
+            continue
+        if isinstance(module, UpdateLayer):
+            parts.update(f"{name}.{part}" for part in module.own_layers)
+        if isinstance(module, UpdateLayer | BaseTunerLayer):
             yield name, module
 
 

@@ -117,7 +117,7 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     served = _served_models(session, args.lora, vars(args).get("embedding") or [])
     model = session.config.model
     network = model.architecture
-    step = network.generated_multiple or network.multiple
+    step = network.generated_multiple
     most = network.largest_side // step * step  # by the model's positions
     side = min(Limits.side // step * step, most) if args.max_side is None else args.max_side
     if not step <= side <= most or side % step:

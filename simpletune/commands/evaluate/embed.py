@@ -67,7 +67,7 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> ImageEm
                         advance()
             for name in missing:
                 if name not in jobs:
-                    store.save(name, {"of": encoder.embed_texts([name.removeprefix("prompt ")])[0]})
+                    store.save(name, {"of": encoder.embed_prompts([name.removeprefix("prompt ")])[0]})
         del encoder
         free_memory(device)
 

@@ -106,7 +106,7 @@ class ImageEncoder(ABC):
     def embed(self, pixels: Tensor) -> Tensor:  # [n, 3, s, s] -> [n, d]
         """Embed pictures prepared by `pixels`."""
 
-    def embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]
+    def _embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]
         """Embed prompts, where ``reads_prompts`` is set."""
         raise UserError(f"{self.about.name} is a {self.name} encoder, which reads no prompts. Use CLIP or SigLIP")
 
@@ -117,9 +117,9 @@ class ImageEncoder(ABC):
         return self._finite([self.embed(self.pixels([image]).to(self.device)) for image in images])
 
     @torch.no_grad()
-    def embed_texts(self, prompts: Sequence[str]) -> Tensor:  # [n, d], fp32 on the CPU
+    def embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d], fp32 on the CPU
         """Embed prompts. Raises UserError if the encoder reads pictures only, or an embedding is not finite."""
-        return self._finite([self.embed_prompts([prompt]) for prompt in prompts])
+        return self._finite([self._embed_prompts([prompt]) for prompt in prompts])
 
     def _finite(self, parts: Sequence[Tensor]) -> Tensor:
         found = torch.cat([part.float().cpu() for part in parts])
@@ -212,7 +212,7 @@ class Clip(ImageEncoder):
         """Return the projected embedding of pictures."""
         return unwrap(self.model.get_image_features(pixel_values=pixels))
 
-    def embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]
+    def _embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]
         """Return the projected embedding of prompts, cut at the model's length (77 tokens)."""
         length = self.model.config.text_config.max_position_embeddings
         ids = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=length, return_tensors="pt")
@@ -240,7 +240,7 @@ class Siglip(Clip):
         squares = [image.convert("RGB").resize((side, side), chosen) for image in images]
         return normalise(squares, HALF)
 
-    def embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]
+    def _embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]
         """Return the embedding of prompts in lower case; padding is not masked, because it was not in training."""
         length = self.model.config.text_config.max_position_embeddings
         lower = [prompt.lower() for prompt in prompts]

@@ -276,7 +276,7 @@ def add_scores(
     if args.clip:
         with session.stages.stage("clip"):
             clip = open_encoder("--clip", args.clip, session.device)
-            prompts = normalize(clip.embed_texts([request.prompt for request in requests]), dim=-1)
+            prompts = normalize(clip.embed_prompts([request.prompt for request in requests]), dim=-1)
             seen = [normalize(clip.embed_images(column.images), dim=-1) for column in columns]
             del clip
             free_memory(session.device)

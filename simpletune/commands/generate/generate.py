@@ -62,7 +62,7 @@ def image_size(config: TrainConfig, args: argparse.Namespace) -> tuple[int, int]
     """Return the size to generate, by the arguments or the run. Raises UserError if the model cannot."""
     width, height = args.size or config.image_size()
     network, title = config.model.architecture, config.model.words.title
-    step = network.generated_multiple or network.multiple
+    step = network.generated_multiple
     if width % step or height % step:
         near = "x".join(str(max(step, side // step * step)) for side in (width, height))
         raise UserError(

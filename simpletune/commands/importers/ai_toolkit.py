@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from simpletune.commands.importers.command_lines import listed
 from simpletune.commands.importers.common_options import (
     VARIANTS,
     take_alpha,
@@ -286,8 +287,7 @@ def _data_sets(general: Translation) -> list[Translation]:
 
 
 def _size(source: Translation, step: int) -> None:
-    sizes = source.read("resolution", lambda value: value)
-    sizes = sizes if isinstance(sizes, list) else [sizes]
+    sizes = listed(source.read("resolution", lambda value: value))
     first = number(max(sizes, key=number))
     side = max(step, round(first / step) * step)
     why = "the largest of several" if len(sizes) > 1 else "" if side == first else f"in steps of {step}"

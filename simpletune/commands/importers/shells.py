@@ -152,11 +152,7 @@ class Shell:
     def _run(self, nodes: list[Node], sure: bool) -> Iterator[Command]:
         done: bool | None = True  # whether the last command succeeded
         for node in nodes:
-            self.bounds.statements -= STEP + (len(node.text) if isinstance(node, Statement) else 0)
-            if self.bounds.statements < 0:
-                raise TooLong(
-                    f"its commands and loops come to more than {MOST_READ:,} characters. Write the command out"
-                )
+            self._read(STEP + (len(node.text) if isinstance(node, Statement) else 0))
             if isinstance(node, Loop):
                 for value in self.items(node.values) if node.name else [""]:
                     if node.name:

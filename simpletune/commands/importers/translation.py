@@ -23,6 +23,7 @@ from simpletune.system.devices import is_under_wsl
 from simpletune.system.options import Json, UserError, union_of
 from simpletune.system.package import ASSETS
 from simpletune.system.printable import printable
+from simpletune.system.shell import wsl_path
 
 T = TypeVar("T")
 Became = Literal["taken", "changed", "left out", "unknown"]
@@ -37,7 +38,6 @@ UNTRANSLATED = "not translated together with the other options"
 OFF = ", 0 is off"  # ends the kind of value of an option
 LARGEST = 1e30  # no setting is as large, and products of those below stay finite
 DIGITS = 6  # significant digits of a computed number
-OF_DRIVE = re.compile(r"([A-Za-z]):[\\/]+")
 TRAINS = "simpletune trains SD 3, 3.5, XL, 1.5 and 2: LoRA, DoRA, LoHa, LoKr, OFT, embeddings and the whole denoiser"
 
 
@@ -337,8 +337,8 @@ def local_path(value: object) -> object:
         return value
     if isinstance(value, list):
         return [local_path(each) for each in value]
-    if isinstance(value, str) and (drive := OF_DRIVE.match(value)) is not None:
-        return f"/mnt/{drive[1].lower()}/" + value[drive.end() :].replace("\\", "/")
+    if isinstance(value, str) and (on_drive := wsl_path(value)) is not None:
+        return on_drive
     return value.replace("\\", "/") if isinstance(value, str) and value.startswith((".\\", "..\\")) else value
 
 

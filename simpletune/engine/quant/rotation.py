@@ -92,5 +92,5 @@ class Rotate(torch.autograd.Function):
 
 
 def rotates_weight(x: Tensor, outputs: int) -> bool:
-    """Return whether it costs less to rotate a dequantised weight of so many rows back than to rotate x [..., i]."""
+    """Return whether undoing the rotation of a dequantised weight [outputs, i] costs less than rotating x [..., i]."""
     return x.numel() > outputs * x.shape[-1]

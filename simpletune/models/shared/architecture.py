@@ -47,8 +47,6 @@ class Architecture:
     """The defaults of that class for settings that a ``config.json`` leaves out and channels depend on."""
     multiple: ClassVar[int]
     """Sides of training pictures are multiples of this, in pixels, and it is one of ``latents.downsampling``."""
-    generated_multiple: ClassVar[int | None] = None
-    """The same of generated pictures, where the model takes others than it trains on; None: ``multiple``."""
     after_units: ClassVar[str]
     """The name of the module that takes the last unit's output: a norm."""
     starts_small: ClassVar[str]
@@ -92,6 +90,11 @@ class Architecture:
         raise NotImplementedError
 
     # What a family may override
+
+    @property
+    def generated_multiple(self) -> int:
+        """``multiple`` for generated pictures, of which a model may take others than it trains on."""
+        return self.multiple
 
     def shapes_of(self, config: ModelConfig) -> dict[str, Shape]:
         """Return the shapes of the trained model's parameters, without torch for every configuration that ships."""

@@ -80,11 +80,14 @@ class UNetArchitecture(Architecture):
     diffusers_class: ClassVar[str] = CLASS
     defaults: ClassVar[ModelConfig] = DEFAULTS
     multiple: ClassVar[int] = 64
-    generated_multiple: ClassVar[int | None] = 8  # diffusers' UNet rounds odd halves up, and its pipelines ask for 8
     largest_side: ClassVar[int] = 4096
     """A bound for requests; the UNet has no limit of positions. Self-attention takes 2^36 products per head here."""
     after_units: ClassVar[str] = "conv_norm_out"
     starts_small: ClassVar[str] = r"(proj_out|conv2|conv_out)\.weight$"
+
+    @property
+    def generated_multiple(self) -> int:
+        return 8  # diffusers' UNet rounds odd halves up, and its pipelines ask for 8
 
     def stored_shapes(self) -> dict[str, Shape]:
         return self.family.model_copy(update={"inpainting": False}).architecture.known_shapes()

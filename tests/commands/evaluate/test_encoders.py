@@ -124,10 +124,10 @@ def test_an_encoder_embeds_what_its_model_does(kind: str, folders: dict[str, Pat
     assert encoder.about.parameters == sum(p.numel() for p in encoder.model.parameters())
     if kind not in READ_PROMPTS:
         with pytest.raises(UserError, match=f"is a {kind} encoder, which reads no prompts. Use CLIP or SigLIP"):
-            encoder.embed_texts(["a star"])
+            encoder.embed_prompts(["a star"])
         return
     prompts = ["a red star", "a large blue heart on the left", "a red star"]
-    one, other, again = read = encoder.embed_texts(prompts)
+    one, other, again = read = encoder.embed_prompts(prompts)
     if kind == "clip":  # SigLIP's: below
         tokens = AutoTokenizer.from_pretrained(folders[kind])(prompts, padding=True, return_tensors="pt")
         with torch.no_grad():
@@ -136,12 +136,12 @@ def test_an_encoder_embeds_what_its_model_does(kind: str, folders: dict[str, Pat
         torch.testing.assert_close(read, expected, rtol=0, atol=1e-5)
     assert one.shape == found[0].shape
     assert torch.equal(one, again) and not torch.allclose(one, other)
-    assert encoder.embed_texts(["red " * 200]).isfinite().all(), "long prompts are cut"
+    assert encoder.embed_prompts(["red " * 200]).isfinite().all(), "long prompts are cut"
 
 
 def test_siglip_reads_lower_case_padded_to_its_length(folders: dict[str, Path]) -> None:
     encoder = find_encoder(str(folders["siglip"])).load(CPU)
-    upper, lower = encoder.embed_texts(["A RED Star", "a red star"])
+    upper, lower = encoder.embed_prompts(["A RED Star", "a red star"])
     assert torch.equal(upper, lower)
     ids = encoder.tokenizer("a red star").input_ids  # type: ignore[attr-defined]
     padded = torch.tensor([ids + [encoder.tokenizer.pad_token_id] * (16 - len(ids))])  # type: ignore[attr-defined]
@@ -293,7 +293,7 @@ def test_encoders_of_real_size_run(name: str, millions: float, tmp_path: Path) -
     weights = 4 * sum(p.numel() for p in encoder.model.parameters())
     assert weights < predicted < 1.2 * weights + 2**26
     if reads:
-        assert encoder.embed_texts(["a red star"]).isfinite().all()
+        assert encoder.embed_prompts(["a red star"]).isfinite().all()
     print(
         f"\n| {name} | {millions} M | {predicted / 2**20:,.0f} MiB | {peak_rss_gib():.2f} GiB | {loaded[1]:.1f} s | "
         f"{operations / 1e9:.1f} G | {took:.2f} s |"

@@ -116,7 +116,7 @@ def test_every_point_has_every_score_and_they_are_the_references(
                 "cmmd": reference.cmmd(own, theirs),
             }
             assert {score: found[score][title]["value"] for score in expected} == pytest.approx(expected, abs=2e-6)
-        texts = reader.embed_texts([result["prompts"]["scored"][n // 2] for n in range(6)])
+        texts = reader.embed_prompts([result["prompts"]["scored"][n // 2] for n in range(6)])
         fits = reference.mean_of_matches(reader.embed_images(drawn).tolist(), texts.tolist())
         assert found["prompt_fidelity"]["reader"]["value"] == pytest.approx(fits, abs=2e-6)
         assert list(found["prompt_fidelity"]) == ["reader"]
