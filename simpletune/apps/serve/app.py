@@ -80,7 +80,7 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
         with worker.place():  # before the body, which may have megabytes, is read
             images = await read(request)
             job = worker.submit(images, arrived)
-        request.scope["log"].update(encoded=len(images), loras=sorted({image.lora for image in images}))
+        request.scope["log"].update(pictures=len(images), loras=sorted({image.lora for image in images}))
         encoded = await wait_for_images(request, worker, job)
         waited, generated = job.started - job.submitted, time.monotonic() - job.started
         request.scope["log"]["waited"] = round(waited, 3)
