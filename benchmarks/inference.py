@@ -160,7 +160,7 @@ def write_page(results: Results, job: Job, model: str, prices: Prices) -> Path:
     first = job.requests[0]
     about = ABOUT.format(
         model=model, size=f"{first.width} x {first.height}", steps=first.steps, guidance=first.guidance,
-        images=IMAGES, rounds=job.rounds, compute=job.config.precision.compute, peak=peak_words(job.device),
+        pictures=IMAGES, rounds=job.rounds, compute=job.config.precision.compute, peak=peak_words(job.device),
     )  # fmt: skip
     page = results.write_table("Inference", about, describe_machine())
     if prices:
