@@ -115,6 +115,13 @@ def is_hub_name(name: str) -> bool:
     return not is_path and HUB_NAME.match(name) is not None
 
 
+def has_token() -> bool:
+    """Return whether a token for the Hub is set here: in the environment, or by a login."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
 def commit_of(folder: Path | None) -> str | None:
     """Return the commit of a part's folder in the hub's cache; None if it lies elsewhere."""
     snapshot = next((each for each in folder.parents if each.parent.name == "snapshots"), None) if folder else None

@@ -7,6 +7,7 @@ as files of their own, too.
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 import tempfile
@@ -15,13 +16,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlencode
 
 from PIL import Image, ImageDraw, ImageFont
 from web_browser import DESKTOP, MISSING, PHONE, Browser, browsing, serving
 
 from simpletune.data.demo import resolve
+from simpletune.models.sd3.sd3_files import SD3_MEDIUM
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "images"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs" / "images"
+PHOTOS = Path(os.environ.get("SIMPLETUNE_TEST_DATA", ROOT.parent / "shared" / "data")) / "dreambooth" / "dog6"
+FIRST = "new run, RTX 3070"  # README's first picture, of photos, which are not part of this project
 TALLEST = 2400  # pixels
 QUIET = 1.5  # seconds until pictures are loaded
 STEPS = 60
@@ -44,8 +50,9 @@ class Film:
         default_factory=lambda: {DESKTOP: [], PHONE: []}
     )
 
-    def draw(self, caption: str, url: str, folder: str = "") -> None:
-        """Draw a page as high as it is, in both sizes; ``folder`` is typed into the form of a new run."""
+    def draw(self, caption: str, url: str, folder: str = "", verdict: str = "") -> None:
+        """Draw a page as high as it is, in both sizes; ``folder`` is typed into the form of a new run, and ``verdict``
+        is what its prediction must say."""
         browser = self.browser
         for size in (DESKTOP, PHONE):
             dark = size == PHONE
@@ -53,10 +60,15 @@ class Film:
             browser.open(url)
             if folder:
                 browser.fill('[name="data.path"]', folder)
+                browser.until(lambda: browser.text("#why") == "" and "GiB" in browser.text("#live"), "the form", 120)
+            if verdict:
                 browser.until(
-                    lambda: browser.text("#to-mend") == "" and "GiB" in browser.text("#live"), "the form", 120
+                    lambda: verdict in browser.text("#live") and browser.text("#live-state") == "", verdict, 300
                 )
             time.sleep(QUIET)
+            if caption == FIRST and PHOTOS.is_dir() and not dark:
+                browser.driver.save_screenshot(str(DOCS / "new_run.png"))
+                print(DOCS / "new_run.png")
             height = browser.driver.execute_script("return document.documentElement.scrollHeight")
             browser.look(dark, (size[0], min(int(height), TALLEST)))
             time.sleep(QUIET)
@@ -105,11 +117,12 @@ def started(url: str, browser: Browser, name: str, *values: tuple[str, str, obje
     browser.until(lambda: named() == "pictures" and "glim" in browser.raw("#rest"), "the folder's settings")
     browser.click("#everything > summary")
     for section, field_name, value in (("general", "name", name), *values):
-        browser.click(f"#d-{section} > summary")
+        if section != "general":  # the name is in view
+            browser.click(f"#d-{section} > summary")
         path = field_name if section == "general" else f"{section}.{field_name}"
         browser.fill(f'[name="{path}"]', str(value))
         browser.until(lambda section=section: "yours" in browser.text(f"#c-{section}"), section)
-    browser.until(lambda: browser.text("#to-mend") == "" and browser.text("#live-state") == "", "the form", 120)
+    browser.until(lambda: browser.text("#why") == "" and browser.text("#live-state") == "", "the form", 120)
     browser.click("#go")
     browser.until(lambda: "/start" not in browser.driver.current_url, "the queue")
     yield
@@ -125,11 +138,15 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(resolve("demo:pictures", Path(folder) / "cache"), Path(folder) / "pictures")
+        photos = Path(folder) / "photos"
+        shutil.copytree(PHOTOS if PHOTOS.is_dir() else Path(folder) / "pictures", photos)
         with serving(Path(folder)) as server, browsing() as browser:
             film, url = Film(browser), server.url
             film.draw("no runs yet", f"{url}/")
             film.draw("new run", f"{url}/start")
             film.draw("new run, filled in", f"{url}/start", "pictures")
+            query = {"folder": photos.name, "card": "RTX3070", "trigger": "sks dog", "model.pretrained": SD3_MEDIUM}
+            film.draw(FIRST, f"{url}/start?{urlencode(query)}", verdict="Fits")
             film.draw("choose pictures", f"{url}/data")
             film.draw("pictures", f"{url}/data?place=pictures")
             lengths = ("train", "steps", STEPS), ("validation", "every", 10)

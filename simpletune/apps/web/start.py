@@ -1,4 +1,5 @@
-"""The page Start: a card, a folder and a trigger word, then Start; below, a prediction and all other fields."""
+"""The page New run in three steps: pictures; what to learn, and the base; whether it fits, how long, how much, and
+Start. Below, all other fields."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import secrets
 from collections.abc import Hashable
 from dataclasses import asdict
+from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,22 +15,38 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from simpletune.apps.web import live, processes, queue
-from simpletune.apps.web.form.filled_form import FilledForm, FolderAnswers, FormRequest, fill_form
-from simpletune.apps.web.form.presets import HERE, card_here, cards
+from simpletune.apps.web.form.fields import get_at
+from simpletune.apps.web.form.filled_form import (
+    FOLDER,
+    MODEL,
+    PROMPT,
+    FilledForm,
+    FolderAnswers,
+    FormRequest,
+    fill_form,
+)
+from simpletune.apps.web.form.presets import HERE, card_here, cards, public_bases
 from simpletune.apps.web.roots import Roots
-from simpletune.apps.web.run_state import Runs, file_stamp
+from simpletune.apps.web.run_state import Runs, file_stamp, stamp
+from simpletune.apps.web.runs_page import run_row
 from simpletune.apps.web.templates import Form, render, with_form
+from simpletune.commands.init.answers import ABOUT, WHAT
+from simpletune.commands.init.choices import TRIGGER
 from simpletune.config.explain import rate_notes
 from simpletune.config.load import shipped_names
+from simpletune.models.families import family_of
 from simpletune.system.atomic import write_json
-from simpletune.system.locks import wait_for_lock
-from simpletune.system.options import plural
+from simpletune.system.hub import has_token
+from simpletune.system.locks import is_held, wait_for_lock
+from simpletune.system.options import Json, plural
 
 CONFIGS, STARTING = "configs", ".start.lock"
 LISTED = 200  # configurations in a list
 SHOWN = 24  # thumbnails
 PRESET = "preset"
+LONGEST = 4000  # characters of an address that keeps the form
 LOG_LINES = 30
+NAMED = 3  # fields with problems that are named beside Start
 
 
 def routes() -> list[Route]:
@@ -54,11 +72,16 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
 
 
 def page(request: Request) -> Response:
-    """Show the page, with ``?from=RUN`` or ``?file=PATH`` to start from."""
-    query = request.query_params
-    base = f"run:{query['from']}" if "from" in query else f"file:{query['file']}" if "file" in query else PRESET
-    folder = {"data.path": query["folder"]} if query.get("folder") else {}
-    asked = FormRequest(base, HERE, "", folder, {}, folder)
+    """Show the page, with ``?from=RUN`` or ``?file=PATH`` to start from, or as ``_address`` describes a form."""
+    query = dict(request.query_params)
+    sources = (("from", "run:"), ("file", "file:"), ("base", ""))
+    base = next((f"{prefix}{query[key]}" for key, prefix in sources if key in query), PRESET)
+    own = {**({FOLDER: query["folder"]} if query.get("folder") else {})}
+    own |= {path: text for path, text in query.items() if path == "name" or "." in path}
+    answers = query.get("answers", "{}")
+    form = {"base": base, "state": f'{{"mine": {json.dumps(own)}, "answers": {answers}}}'}
+    form |= {name: query[name] for name in ("card", "trigger", "what") if name in query}
+    asked, _ = _read_request(form)
     return _whole_page(request, _fill(request, asked), secrets.token_hex(6), None)
 
 
@@ -83,15 +106,22 @@ def change(request: Request, form: Form) -> Response:
     inside = {each.path for section in anew for each in section.fields()}
     changed = [each for path, each in fields.items() if path not in inside and each.text != shown[path]]
     values = _values(request, filled, str(state.get("form", "")), state.get("live"))
-    named = filled.asked.trigger != asked.trigger  # by an answer
-    return render(request, "start_change.html", 200, anew=anew, changed=changed, inside=inside, named=named, **values)
+    values |= {
+        "named": filled.asked.trigger != asked.trigger,  # by an answer
+        "guessed": state.get("guess") != filled.guess,
+        "offered": state.get("offer") != _offer(filled),
+    }
+    response = render(request, "start_change.html", 200, anew=anew, changed=changed, inside=inside, **values)
+    response.headers["hx-replace-url"] = _address(filled)
+    return response
 
 
 def live_line(request: Request) -> Response:
     """Show the live line, once a prediction is ready (``?key=KEY&last=KEY``)."""
     roots, query = request.app.state.roots, request.query_params
     shown = _live(roots, query.get("key") or None, query.get("last") or None, "")
-    return render(request, "start_live.html", live=shown)
+    late = shown["ready"]  # the form has not seen it yet
+    return render(request, "start_live.html", live={**shown, "late": late})
 
 
 @with_form
@@ -100,7 +130,7 @@ def begin(request: Request, form: Form) -> Response:
     roots: Roots = request.app.state.roots
     asked, state = _read_request(form)
     filled = _fill(request, asked)
-    if not filled.may_start or filled.config is None:
+    if filled.config is None or _blocked(filled, _prediction(roots, filled)):
         return _whole_page(request, filled, str(state.get("form", "")), state.get("live"), 422)
     name, folder = filled.config.name, roots.own / CONFIGS
     files = (folder / f"{name}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 10**6))
@@ -141,35 +171,52 @@ def _read_request(form: Form) -> tuple[FormRequest, dict[str, object]]:
             raise ValueError
     except (ValueError, AttributeError, TypeError, RecursionError):
         raise HTTPException(400, "The form is damaged. Reload the page") from None
-    base, card, trigger = (texts.pop(name, "") for name in ("base", "card", "trigger"))
-    asked = FormRequest(base or PRESET, card or HERE, " ".join(trigger.split()), texts, shown, mine, given)
-    return asked, state
+    base, card, word, kind, said, pick = (
+        texts.pop(name, "") for name in ("base", "card", "trigger", "class", "what", "pick")
+    )
+    if pick:
+        texts[MODEL], family = pick, family_of(pick)
+        if base.startswith("shipped:") or (family is not None and family.family != texts.get("model.family")):
+            base = PRESET  # the settings are another model's
+    trigger = " ".join(f"{word.strip() or TRIGGER} {kind}".split()) if kind.strip() else " ".join(word.split())
+    what = next((each for each in WHAT if each == said), None)
+    return FormRequest(base or PRESET, card or HERE, trigger, texts, shown, mine, given, what), state
+
+
+def _address(filled: FilledForm) -> str:
+    """Return the page's address with what the user has entered, so that a reload shows it; without, if that is too
+    long."""
+    asked, mine = filled.asked, dict(filled.edited.mine)
+    for path in filled.answered:
+        mine.pop(path, None)
+    pairs = {"folder": mine.pop(FOLDER, ""), "trigger": asked.trigger, "what": asked.what or ""}
+    pairs |= {"card": "" if asked.card == HERE else asked.card, "base": "" if asked.base == PRESET else asked.base}
+    pairs |= {"answers": json.dumps(asdict(filled.answers))} if filled.answers.chosen else {}
+    found = urlencode({**{name: text for name, text in pairs.items() if text}, **mine}, errors="replace")
+    return f"/start?{found}" if 0 < len(found) <= LONGEST else "/start"
 
 
 def _whole_page(request: Request, filled: FilledForm, form: str, last: object, status: int = 200) -> Response:
     roots: Roots = request.app.state.roots
     values = _values(request, filled, form, last)
+    values |= {"named": False, "guessed": False, "offered": False}
     files = [str(file) for root in (roots.own / CONFIGS, *roots.named) for file in sorted(root.glob("*.json"))[:LISTED]]
     base = filled.asked.base
     own = [(base, base.replace(":", " ", 1))] if base.startswith(("file:", "run:")) else []
     shipped = [(f"shipped:{name}", name) for name in shipped_names()]
-    bases = [(PRESET, "what suits the card and the pictures"), *own, *shipped]
-    values |= {"tried": status != 200, "uploads": roots.uploads}
-    return render(request, "start.html", status, cards=cards(), bases=bases, files=files, **values)
+    bases_to_start_from = [(PRESET, "what suits the card and the pictures"), *own, *shipped]
+    values |= {"tried": status != 200, "uploads": roots.uploads, "bases_to_start_from": bases_to_start_from}
+    return render(request, "start.html", status, cards=cards(), files=files, **values)
 
 
 def _values(request: Request, filled: FilledForm, form: str, last: object) -> dict[str, object]:
     """Return the values common to the page and its parts."""
     roots: Roots = request.app.state.roots
-    key = None
-    if filled.planned is not None:
-        estimate = live.estimate_request(
-            filled.planned, {**filled.data, "data": filled.planned.data.model_dump(mode="json")}, filled.card
-        )
-        key = estimate.key
-        if live.cached_estimate(roots, key) is None:
-            live.keep_shipped(roots, key, filled.planned, filled.card)
-            live.estimator(roots).want(form, estimate)
+    estimate = _estimate_request(filled)
+    key = estimate.key if estimate else None
+    if estimate is not None and filled.planned is not None and live.cached_estimate(roots, estimate.key) is None:
+        live.keep_shipped(roots, estimate.key, filled.planned, filled.card)
+        live.estimator(roots).want(form, estimate)
     until = "the problems are fixed" if filled.problems else "the folder has been looked at"
     why = "" if filled.planned else f"no prediction until {until}"
     shown = _live(roots, key, last if isinstance(last, str) else None, why)
@@ -180,22 +227,83 @@ def _values(request: Request, filled: FilledForm, form: str, last: object) -> di
         "mine": {path: text for path, text in filled.edited.mine.items() if path not in filled.answered},
         "live": key or last,
         "answers": asdict(filled.answers),
+        "guess": filled.guess,
+        "offer": _offer(filled),
     }
     return {
         "filled": filled,
         "live": shown,
         "state": json.dumps(state, ensure_ascii=False),
         "warnings": _warnings(roots, filled),
-        "count": plural(len(filled.problems), "problem"),
+        "blocked": _blocked(filled, _prediction(roots, filled)),
+        "what": [(each, f"{each.capitalize()}: {ABOUT[each]}") for each in WHAT],
+        "bases": public_bases(filled.card),
+        "drawn": _drawn_by(roots),
+        "has_token": has_token(),
         "general": [str(each) for each in filled.problems if each.path not in fields],
         "thumbnails": _thumbnails(filled),
     }
 
 
-def _thumbnails(filled: FilledForm) -> list[str]:
-    """Return the first pictures of the folder by name, without masks."""
-    seen = filled.seen
-    return [image.name for image in seen.images[:SHOWN]] if seen else []
+def _thumbnails(filled: FilledForm) -> list[tuple[str, str]]:
+    """Return the first pictures of the folder, without masks: their names and captions."""
+    seen, one = filled.seen, str(get_at(filled.data, "data.missing_prompt") or get_at(filled.data, PROMPT) or "")
+    own = seen is not None and bool(seen.own_captions)
+    shown = seen.images[:SHOWN] if seen else []
+    return [(image.name, image.caption if own and not image.as_it_is else one) for image in shown]
+
+
+def _offer(filled: FilledForm) -> list[str]:
+    """Return the bases to choose from, and the chosen one."""
+    return [*(base.name for base in public_bases(filled.card)), str(get_at(filled.data, MODEL))]
+
+
+def _drawn_by(roots: Roots) -> dict[str, tuple[str, str]]:
+    """Return for each base the newest run that has drawn with it, and the end of its thumbnail's address."""
+    found: dict[str, tuple[float, str, str]] = {}
+    for folder in roots.all_runs():
+        row, settings = run_row(folder, stamp(folder, is_held(folder)))
+        base, changed = settings.get(MODEL, ""), file_stamp(folder)
+        if row["picture"] and base and changed and changed[0] > found.get(base, (0,))[0]:
+            found[base] = (changed[0], folder.name, row["picture"])
+    return {base: (name, end) for base, (_, name, end) in found.items()}
+
+
+def _estimate_request(filled: FilledForm) -> live.EstimateRequest | None:
+    """Describe what to predict; None while there are problems."""
+    planned = filled.planned
+    if planned is None:
+        return None
+    return live.estimate_request(planned, {**filled.data, "data": planned.data.model_dump(mode="json")}, filled.card)
+
+
+def _prediction(roots: Roots, filled: FilledForm) -> Json:
+    """Return the prediction of a form, if there is one already."""
+    request = _estimate_request(filled)
+    return (request and live.cached_estimate(roots, request.key)) or {}
+
+
+def _blocked(filled: FilledForm, predicted: Json) -> list[str]:
+    """Return why the run cannot start, as sentences; empty if it can."""
+    fields, wrong = filled.edited.fields, [each.path for each in filled.problems]
+    if wrong == [FOLDER] and not fields[FOLDER].text:
+        return ["Choose a folder with pictures first."]
+    found = []
+    if wrong:
+        names = dict.fromkeys(fields[path].title if path in fields else path for path in wrong)
+        which = f": {', '.join(names)}" if len(names) <= NAMED else ""
+        found.append(f"{plural(len(wrong), 'problem')} to fix before it can start{which}.")
+    if filled.questions:
+        found.append(f"Answer {'the question' if len(filled.questions) == 1 else 'the questions'} above first.")
+    elif filled.scan and filled.scan.is_running:
+        found.append("It can start once the folder has been looked at.")
+    elif filled.config is not None and card_here() is None and queue.queue_device(filled.data) == queue.GPU:
+        found.append(
+            "This machine has no graphics card, and the run needs one: download the configuration, and start it there."
+        )
+    elif predicted.get("fits") is False and filled.asked.card == HERE:
+        found.append("It does not fit this card. Choose a smaller base, picture size or batch.")
+    return found
 
 
 def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str, object]:
@@ -212,6 +320,8 @@ def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str
         "why": why,
         "error": figures.get("error"),
         "figures": figures,
+        "late": False,
+        "kinds": sorted({kind for stage in figures.get("stages", {}).values() for kind in stage["by_kind"]}),
     }
 
 
@@ -226,8 +336,9 @@ def _warnings(roots: Roots, filled: FilledForm) -> list[str]:
     elif older is not None:
         found.append(f"An older run {name} moves to {name}.{number}")
     found += rate_notes(filled.config) if filled.config is not None else ()
-    if filled.config is not None and card_here() is None and queue.queue_device(filled.data) == queue.GPU:
-        found.append("This machine has no graphics card, where this run would fail: download the configuration instead")
+    here = card_here()
+    if filled.config is not None and here is not None and filled.asked.card != HERE:
+        found.append(f"Start trains on this machine's {here.name}, not on a {filled.asked.card}")
     return found
 
 

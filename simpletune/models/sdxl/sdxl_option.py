@@ -18,7 +18,7 @@ from simpletune.models.sdxl.sdxl_text import SDXLText
 from simpletune.models.shared.architecture import Architecture
 from simpletune.models.shared.family_files import FamilyFiles
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.shared.words import DiffusersPipeline, Words
+from simpletune.models.shared.words import DiffusersPipeline, PublicBase, Words, by_card
 from simpletune.models.text.family_text import FamilyText
 from simpletune.models.unet.unet_family import UNetArchitecture, UNetFamily
 from simpletune.models.unet.unet_shapes import single_blocks
@@ -72,9 +72,14 @@ class SDXL(UNetFamily):
             f"{LAYOUT.family}'s has 2048. Use adapter.method lora with adapter.targets "
             '["attn2.to_k", "attn2.to_v"], which changes the same keys and values'
         ),
-        templates={"subject": "sdxl_lora_{card}", "style": "sdxl_lora_{card}", "general": "sdxl_lora_{card}"},
+        templates=by_card("sdxl_lora_{card}"),
         # CreativeML Open RAIL++-M
         licence=lambda hub_name: {"license": "openrail++"} if hub_name in HUB_NAMES else None,
+        bases=(
+            PublicBase(
+                SDXL_NAME, "SDXL", 2.6, (3.1, 9.6, 0.3), "Open RAIL++-M", "yes", "within the licence's rules of use"
+            ),
+        ),
     )
 
     def predict(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 
 class Licence(TypedDict, total=False):
@@ -25,6 +25,25 @@ class DiffusersPipeline(NamedTuple):
     reads_embeddings: bool = False  # whether it loads embeddings of new tokens (textual inversion)
 
 
+class PublicBase(NamedTuple):
+    """A public model of a family, as a person chooses one."""
+
+    name: str  # on the Hub
+    title: str
+    parameters: float  # of its denoiser, in billions
+    parts_gib: tuple[float, float, float]  # of what training downloads: text encoders, denoiser, autoencoder
+    licence: str  # its name
+    commercial: Literal["yes", "no", "limit"]  # whether its licence allows commercial use
+    terms: str  # of commercial use, as the predicate of a sentence
+    gated: bool = False  # whether the Hub lets only accounts that have accepted the licence download it
+    templates: Mapping[str, str] | None = None  # its own instead of the family's
+
+    @property
+    def download_gib(self) -> float:
+        """What training downloads."""
+        return sum(self.parts_gib)
+
+
 @dataclass(frozen=True)
 class Words:
     """A family's words.
@@ -41,6 +60,7 @@ class Words:
         templates: the shipped configuration that ``init`` starts from, by what the pictures teach (subject, style,
             general); ``{card}`` stands for the size of a card, such as 8gb. Empty: none ships.
         licence: returns the licence of a known Hub name, as fields of a model card; None for another.
+        bases: the public models to choose from, the recommended one first.
     """
 
     title: str
@@ -52,3 +72,14 @@ class Words:
     no_hypernetwork: str | None = None
     templates: Mapping[str, str] = field(default_factory=dict)
     licence: Callable[[str], Licence | None] = lambda hub_name: None
+    bases: tuple[PublicBase, ...] = ()
+
+    def templates_of(self, pretrained: str) -> Mapping[str, str]:
+        """Return the ``templates`` for a base of the family."""
+        base = next((base for base in self.bases if base.name == pretrained), None)
+        return self.templates if base is None or base.templates is None else base.templates
+
+
+def by_card(name: str) -> Mapping[str, str]:
+    """Return ``templates`` that are the same for whatever the pictures teach."""
+    return dict.fromkeys(("subject", "style", "general"), name)

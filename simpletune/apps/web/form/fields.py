@@ -39,6 +39,17 @@ ON = "on"  # for an optional section
 PROFILE = "memory.profile"  # sets other fields, so it counts as structure
 DEEPEST = 4  # nesting depth of structures
 YOU, DEFAULT = "set by you", "default"
+TITLES = {
+    "name": "Name of the run",
+    "data.path": "Folder with pictures",
+    "data.resolution": "Resolution, px",
+    "adapter.method": "Method",
+    "model.pretrained": "Base: Hub name, folder or file",
+    "optimizer.lr": "Learning rate",
+    "ema": "EMA",
+    "lora_plus_ratio": "LoRA+ ratio",
+}
+"""Of fields whose path alone does not say it, and of those in view."""
 
 
 @dataclass
@@ -51,9 +62,9 @@ class _Item:
         return self.path.replace(".", "-") or "general"
 
     @property
-    def label(self) -> str:
-        """Its title."""
-        return self.path.rpartition(".")[2].replace("_", " ") or "general"
+    def title(self) -> str:
+        """What people call it."""
+        return TITLES.get(self.path) or self.path.rpartition(".")[2].replace("_", " ").capitalize() or "General"
 
 
 @dataclass

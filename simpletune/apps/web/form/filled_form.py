@@ -26,16 +26,19 @@ from simpletune.apps.web.form.fields import (
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.scans import ImageScan, Scans
 from simpletune.commands.init import FolderContents, Question
+from simpletune.commands.init.answers import What
+from simpletune.commands.init.choices import guess_what
 from simpletune.config.explain import explain
 from simpletune.config.load import path_fields, read_json, validate
 from simpletune.config.overrides import as_overrides
 from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.data.demo import MODELS
 from simpletune.runs.folder import CONFIG
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import ConfigError, Json, Problem, UserError, plural
 
-FOLDER, PROMPT, TRIGGER = "data.path", "data.prompt", "trigger"
+FOLDER, MODEL, PROMPT, TRIGGER = "data.path", "model.pretrained", "data.prompt", "trigger"
 QUOTES = ", without quotes"  # what a message about JSON says, and a field of the form has none
 PLACEHOLDER = "demo:pictures"
 UNSAID = ("$schema", "about")
@@ -57,11 +60,12 @@ class FormRequest:
 
     base: str  # ``preset``, ``shipped:NAME``, ``file:PATH`` or ``run:NAME``
     card: str  # the chosen card's value
-    trigger: str  # the word to name what is learned
+    trigger: str  # the word to name what is learned, and its class
     texts: Mapping[str, str]  # posted fields by path
     shown: Mapping[str, str]  # the texts that the fields were shown with
     mine: Mapping[str, str]  # the user's texts
     answers: FolderAnswers = FolderAnswers()
+    what: What | None = None  # what the pictures teach; None: guess
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,14 @@ class FilledForm:
     scan: ImageScan[FolderContents] | None = None  # of the folder with the pictures; None: none is chosen
 
     @property
-    def may_start(self) -> bool:
-        """Whether everything is decided."""
-        return self.config is not None and not self.questions and not (self.scan and self.scan.is_running)
-
-    @property
     def seen(self) -> FolderContents | None:
         """What the folder holds, once that is known."""
         return self.scan.found if self.scan else None
+
+    @property
+    def guess(self) -> str:
+        """What the pictures seem to teach; empty before that is known."""
+        return guess_what(self.seen)[0] if self.seen is not None else ""
 
     @property
     def about_captions(self) -> str:
@@ -150,7 +154,7 @@ def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
     folder = mine.get(FOLDER, "")
     images = _images(roots, asked, folder)
     scan = scans.scan_folder(images) if images is not None else None
-    base = _base(roots, asked, card, images, scan, {})
+    base = _base(roots, asked, card, images, scan, {}, mine)
     answers, chosen, done = FolderAnswers(folder), dict[str, object](), set[str]()
     known = {(each.text, choice.words): choice for each in base.questions for choice in each.choices}
     for each in asked.answers.chosen if asked.answers.folder == folder else ():
@@ -166,7 +170,7 @@ def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
     questions = tuple(each for each in base.questions if each.text not in done and not _is_by_hand(each, mine))
     if images is not None and (chosen or trigger is not None):
         scan = scans.scan_folder(images, chosen)
-        base = _base(roots, asked, card, images, scan, chosen)
+        base = _base(roots, asked, card, images, scan, chosen, mine)
     answered = {path: format_value(value, "lines") for path, value in chosen.items() if path not in mine}
     kept = {**answered, **({FOLDER: folder} if folder else {})}  # the user's, even if the base has the same
     found = apply_edits(base, {**mine, **answered})
@@ -214,13 +218,15 @@ def _base(
     images: Path | None,
     scan: ImageScan[FolderContents] | None,
     chosen: Json,
+    mine: Mapping[str, str],
 ) -> StartingConfig:
     kind, _, name = asked.base.partition(":")
     if kind in ("preset", "shipped"):
         seen = scan.found if scan else None
         if kind == "preset":
-            return presets.preset(card, images, seen, asked.trigger, chosen)
-        return presets.shipped_config(name, images, seen, asked.trigger, chosen)
+            model = _named_model(roots, mine.get(MODEL, ""))
+            return presets.preset(card, images, seen, asked.trigger, chosen, asked.what, model)
+        return presets.shipped_config(name, images, seen, asked.trigger, chosen, asked.what)
     if kind == "run":
         run = roots.run(name)
         if run is None:
@@ -234,6 +240,16 @@ def _base(
     data = read_json(file)
     data.pop("$schema", None)
     return StartingConfig(data, label, str(file))
+
+
+def _named_model(roots: Roots, text: str) -> str | None:
+    """Return the base that the user has named, if the page may look at it: its settings are then those of its
+    family."""
+    if text in MODELS or (HUB_NAME.match(text) and not os.path.exists(roots.named[0] / text)):
+        return text
+    with suppress(UserError):
+        return str(roots.resolve(text)) if text and not text.startswith(DEMO) else None
+    return None
 
 
 def _problems(

@@ -7,18 +7,24 @@ from functools import cache
 from pathlib import Path
 
 from simpletune.apps.web.form.fields import StartingConfig, get_at, set_at
-from simpletune.commands.init.answers import Answers
-from simpletune.commands.init.choices import Suggestion, profile_of, suggest
+from simpletune.commands.init.answers import Answers, What
+from simpletune.commands.init.choices import Suggestion, profile_of, suggest, templates_for
 from simpletune.commands.init.inspect_folder import FolderContents
 from simpletune.config.load import read_json, shipped_names
 from simpletune.config.overrides import as_overrides
 from simpletune.config.schema import run_name
+from simpletune.data.demo import TINY_SD3
+from simpletune.models.families import FAMILIES, family_by_name, family_of
+from simpletune.models.shared.words import PublicBase
 from simpletune.system.gpus import GROUPS, Card
+from simpletune.system.hub import has_token
 from simpletune.system.options import Json, UserError
 
 CHOSEN = "chosen for your card and pictures"  # the source of a preset's values
 HERE = "here"  # the machine that serves the page
-WITHOUT_CARD, WITH_CARD = "demo", "sd3_medium_lora_8gb"
+WITHOUT_CARD = "demo"
+TINY = PublicBase(TINY_SD3, "Tiny model", 0.0, (0.0, 0.0, 0.0), "part of simpletune", "yes", "for trying out")
+NO_TOKEN = "no token of the Hub is set on this machine, and this model needs none"
 SIZES = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192)  # GB of cards that are not in the list
 OF_MODEL = ("resolution", "caption_dropout", "max_upscale")
 """Fields of ``data`` that depend on the model rather than on the folder."""
@@ -29,10 +35,7 @@ OF_FOLDER = (
 PROMINENT = ("data.split", "data.mask", "data.missing_prompt", "data.on_error", "data.caption_prefix", "prior.method")
 """Decisions that a person wants to know of before the start."""
 LABELS = {"prior.method": "Prior preservation"}  # of these, where the field's name alone does not say it
-TRY_OUT = (
-    "This machine has no graphics card: the tiny model that comes with simpletune, for trying out. It draws flat "
-    "figures of 64 px, no photos"
-)
+TRY_OUT = "The tiny model that comes with simpletune, for trying out. It draws flat figures of 64 px, no photos"
 
 
 @cache
@@ -53,43 +56,77 @@ def cards() -> list[tuple[str, list[tuple[str, str]]]]:
     return [("", [(HERE, words)]), *groups, ("Another card", [(f"{gib}GiB", f"other: {gib} GB") for gib in SIZES])]
 
 
+def public_bases(card: Card | None) -> tuple[PublicBase, ...]:
+    """Return the models to choose from, the suggested one first: of those that need no token, where none is set;
+    without a card, the tiny one."""
+    bases = [base for family in FAMILIES for base in family.words.bases]
+    if not has_token():
+        bases.sort(key=lambda base: (base.gated, 0 if base.gated else -base.parameters))  # the best of the open ones
+    return (TINY, *bases) if card is None else tuple(bases)
+
+
 def preset(
-    card: Card | None, folder: Path | None, seen: FolderContents | None, trigger: str, chosen: Json | None = None
+    card: Card | None,
+    folder: Path | None,
+    seen: FolderContents | None,
+    trigger: str,
+    chosen: Json | None = None,
+    what: What | None = None,
+    model: str | None = None,
 ) -> StartingConfig:
     """Return a configuration for a card, a folder of pictures, if one is chosen yet, what it holds, once that is known,
-    a trigger word, which may be empty, and the fields that the user's answers about the pictures set."""
+    a trigger word, which may be empty, the fields that the user's answers about the pictures set, and what the pictures
+    teach and the base, if the user has said so."""
+    suggested = public_bases(card)[0].name
+    instead = suggested if model is None and card is not None and suggested != FAMILIES[0].pretrained else None
+    named = model or instead
     if folder is not None and seen is not None:
-        found = suggest(folder, Answers(trigger=trigger or None), card, seen, chosen)
-        fields = as_overrides(chosen or {})
-        words = ["init", str(folder), *fields, *(["--trigger", trigger] if trigger else []), "--yes", "--out"]
+        found = suggest(folder, Answers(what, trigger or None, model=named), card, seen, chosen)
+        words = ["init", str(folder), *as_overrides(chosen or {})]
+        for option, value in (("--what", what), ("--model", named), ("--trigger", trigger)):
+            words += [option, value] if value else []
+        words += ["--yes", "--out"]
+        reasons = {each.path: each.why for each in found.reasons}
+        if instead:
+            reasons["model.pretrained"] = NO_TOKEN
         return StartingConfig(
             found.config,
             CHOSEN,
             f"{found.config['name']}.json",
-            {each.path: each.why for each in found.reasons},
-            (TRY_OUT,) if card is None else (),
+            reasons,
+            (TRY_OUT,) if found.config["model"]["pretrained"] == TINY_SD3 else (),
             tuple(words),
             _image_notes(found, seen, PROMINENT),
             found.questions,
         )
-    origin = WITHOUT_CARD if card is None else WITH_CARD
+    named = named or suggested
+    family = family_of(named) or family_by_name(named) or FAMILIES[0]
+    profile, fits = profile_of(card)
+    template = family.words.templates_of(named)[what or "style"]
+    origin = WITHOUT_CARD if named == TINY_SD3 else templates_for(template, profile)[0]
     data = copy.deepcopy(read_json(Path(origin)))
+    set_at(data, "model.pretrained", named)
     for name in ("$schema", "about"):
         data.pop(name, None)
     data["validation"]["prompts"] = None
     data["data"]["path"] = ""
-    reasons: dict[str, str] = {}
-    if card is not None:
-        profile, reasons["memory.profile"] = profile_of(card)
+    reasons = {"model.pretrained": NO_TOKEN} if instead else {}
+    if named != TINY_SD3 and "{card}" not in template:
+        reasons["memory.profile"] = fits
         set_at(data, "memory.profile", profile)
     data["name"] = run_name(folder.name if folder else "", "my_run")
     if folder is not None:
         data["data"]["path"] = str(folder)
-    return StartingConfig(data, CHOSEN, origin, reasons, (TRY_OUT,) if card is None else ())
+    return StartingConfig(data, CHOSEN, origin, reasons, (TRY_OUT,) if named == TINY_SD3 else ())
 
 
 def shipped_config(
-    name: str, folder: Path | None, seen: FolderContents | None, trigger: str, chosen: Json | None = None
+    name: str,
+    folder: Path | None,
+    seen: FolderContents | None,
+    trigger: str,
+    chosen: Json | None = None,
+    what: What | None = None,
 ) -> StartingConfig:
     """Return a shipped configuration for the user's pictures. Raises UserError if there is none with this name."""
     if name not in shipped_names():
@@ -103,7 +140,7 @@ def shipped_config(
     data["data"]["path"] = str(folder)
     if seen is None:
         return StartingConfig(data, label, name)
-    found = suggest(folder, Answers(trigger=trigger or None), None, seen, chosen)
+    found = suggest(folder, Answers(what, trigger or None), None, seen, chosen)
     data["data"] |= {key: value for key, value in found.config["data"].items() if key not in OF_MODEL}
     reasons = {each.path: each.why for each in found.reasons if get_at(data, each.path) is not None}
     said = _image_notes(found, seen, tuple(path for path in PROMINENT if path.startswith("data.")))
