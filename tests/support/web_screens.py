@@ -32,7 +32,6 @@ TALLEST = 2400  # pixels
 QUIET = 1.5  # seconds until pictures are loaded
 STEPS = 60
 SHOWN = {
-    "new run, filled in": "start",
     "runs": "runs",
     "a run, finished": "run",
     "pictures": "data",
