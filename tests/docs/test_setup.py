@@ -54,6 +54,7 @@ case "$*" in
         if [[ -n ${{FAKE_PIP_ERROR:-}} ]]; then echo "ERROR: $FAKE_PIP_ERROR"; exit 1; fi ;;
     *)
         echo "run $PWD: $*" >>"$FAKE_LOG"
+        echo "from ${{SIMPLETUNE_CALLED_FROM:-}}" >>"$FAKE_LOG"
         [[ "$*" != *"${{FAKE_RUN_FAILS:-nothing}}"* ]] || {{ printf "%s" "${{FAKE_RUN_ERROR:-}}"; exit 1; }} ;;
 esac
 """
@@ -686,6 +687,7 @@ def test_from_elsewhere_config_is_the_callers_and_paths_are_the_projects(ready: 
         output = ready.run("train.sh", given, "train.steps=3", cwd=elsewhere)
         assert output == f"train.sh: relative paths in the config and in overrides are taken from {ready.root}\n"
         assert ready.calls("run")[-1] == f"{ready.root}: -m simpletune train {passed_on} train.steps=3"
+        assert ready.calls("from")[-1] == str(elsewhere)
 
 
 def test_help_never_installs_and_goes_on_to_the_trainer_once_installed(machine: Machine) -> None:
