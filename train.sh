@@ -49,5 +49,8 @@ fi
 
 simpletune_setup "$root" run
 cd "$root"
-[[ $caller == "$root" ]] || printf 'train.sh: relative paths in the config and in overrides are taken from %s\n' "$root" >&2
+if [[ $caller != "$root" ]]; then
+    printf 'train.sh: relative paths in the config and in overrides are taken from %s\n' "$root" >&2
+    export SIMPLETUNE_CALLED_FROM=$caller # printed commands go to the project's folder first
+fi
 exec "$root/.venv/bin/python" -m simpletune train "$config" "$@"

@@ -17,6 +17,7 @@ set -euo pipefail
 
 _SIMPLETUNE_MIN_DRIVER=580 # CUDA 13, for which the package index's torch wheels are built from 2.11 on
 _SIMPLETUNE_CPU_INDEX=https://download.pytorch.org/whl/cpu
+_SETUP_LINE_SECONDS=20 # between lines about an install without a terminal
 # What pip says of a full disk, and of an index that it cannot reach or read to the end.
 _SETUP_DISK_FULL='No space left|Disk quota exceeded'
 _SETUP_NO_INDEX='ConnectionError|Temporary failure in name resolution|Network is unreachable|timed out|Max retries|SSLError|ProxyError'
@@ -201,8 +202,91 @@ _setup_venv_defect() {
     fi
 }
 
+# Runs pip, whose output goes to the log. Of an install, shows how far it is; pip's exit status is the function's.
 _setup_pip() {
-    PIP_USER=0 "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" >>"$log" 2>&1
+    local status=0 watcher='' bytes=()
+    if [[ $1 == install && " $* " != *" --dry-run "* ]]; then
+        ! _setup_pip_counts || bytes=(--progress-bar raw)
+        _setup_watch & # in the background, so that Ctrl-C and kill reach pip
+        watcher=$!
+    fi
+    PIP_USER=0 "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" "${bytes[@]}" >>"$log" 2>&1 || status=$?
+    if [[ -n $watcher ]]; then
+        kill "$watcher" 2>/dev/null && wait "$watcher" 2>/dev/null || true
+        [[ ! -t 2 ]] || printf '\r\033[K' >&2
+    fi
+    return "$status"
+}
+
+# True if the pip of `venv` prints the bytes of a download (--progress-bar raw), as from 24.1 on.
+_setup_pip_counts() {
+    local found=("$venv"/lib/python*/site-packages/pip-*.dist-info) major minor
+    IFS=. read -r major minor _ <<<"${found[0]##*/pip-}"
+    [[ $major =~ ^[0-9]+$ && $minor =~ ^[0-9]+$ ]] || return 1
+    ((major > 24 || (major == 24 && minor >= 1)))
+}
+
+# Shows what pip does until it is killed: a bar in a terminal, else a line now and then. Reads `log`, `began`, `expected`.
+_setup_watch() {
+    local line second=0
+    [[ -z ${lock:-} ]] || exec {lock}>&- # the lock is not this process's
+    while sleep 1 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do # a killed watcher leaves a sleep, for a second
+        second=$((second + 1))
+        [[ -t 2 ]] || ((second % _SETUP_LINE_SECONDS == 0)) || continue
+        # shellcheck disable=SC2086 # two words, or none
+        line=$(_setup_progress $((SECONDS - ${began:-SECONDS})) ${expected:-}) || continue
+        if [[ -t 2 ]]; then
+            printf '\r\033[K%.*s' $((${COLUMNS:-80} - 1)) "setup: $line" >&2
+        else
+            _setup_say "${line#*] }"
+        fi
+    done
+}
+
+# _setup_progress SECONDS [PACKAGES MEGABYTES]: prints, by pip's log, how far the install of about so much is. pip says
+# nothing while it unpacks: what lies there is counted. Reads `log` and `venv`.
+_setup_progress() {
+    local unpacked=("$venv"/lib/python*/site-packages/*.dist-info)
+    awk -v seconds="$1" -v packages="${2:-0}" -v total="${3:-0}" -v unpacked="${#unpacked[@]}" '
+        function megabytes(text, part) { # of "(526.6 MB)"
+            if (!match(text, /\([0-9.]+ [kMG]?B\)/)) return 0
+            split(substr(text, RSTART + 1, RLENGTH - 2), part, " ")
+            return part[1] * (part[2] == "GB" ? 1000 : part[2] == "MB" ? 1 : part[2] == "kB" ? 0.001 : 0.000001)
+        }
+        function clock(whole) { return whole < 60 ? whole " s" : int(whole / 60) " min " whole % 60 " s" }
+        /^Progress [0-9]+ of [0-9]+$/ { got = $2 / 1000000; next }
+        { done += size; size = got = finished = 0 } # any other line says that the last package is here
+        /^ *(Downloading|Using cached|Processing) .*(\.whl|\.tar\.gz|\.zip)/ && !/\.metadata/ {
+            count++
+            name = $0
+            sub(/^ *(Downloading|Using cached|Processing) /, "", name)
+            sub(/ .*/, "", name)
+            sub(/.*\//, "", name)
+            match(name, /-[0-9]/)
+            name = RSTART ? substr(name, 1, RSTART - 1) : name
+            if ($1 == "Downloading") size = megabytes($0)
+        }
+        /^Installing collected packages:/ { installing = NF - 3 }
+        /^Successfully installed/ { installing = 0; finished = 1 }
+        END {
+            now = done + (got < size ? got : size)
+            share = installing ? unpacked / (installing + 1) : total ? now / total : finished # 1: pip itself
+            bar = ""
+            for (n = 1; n <= 8; n++) bar = bar (n <= 8 * share || finished ? "#" : "-")
+            text = "[" bar "] "
+            if (installing || finished) {
+                part = unpacked <= installing ? unpacked " of " installing : installing
+                print text (finished ? "finishing" : "unpacking " part (installing == 1 ? " package" : " packages")) ", " \
+                    clock(seconds) " so far"
+                exit
+            }
+            text = text int(now) (total > now ? " of about " total : "") " MB, "
+            text = text count + 0 (packages > count ? " of " packages : "") (count == 1 && packages <= 1 ? " package, " : " packages, ")
+            # Without the bytes of what is being fetched (an old pip) the pace is unknown.
+            known = now > 20 && total > now && packages > count && seconds && (got || !size)
+            text = text (known ? clock(int((total - now) / now * seconds)) " left" : clock(seconds))
+            print text (size ? ": " name : "")
+        }' "$log"
 }
 
 # Finds a torch without CUDA, several GB less, for a machine without a card: sets `chosen` to it, or installs it from
@@ -215,7 +299,6 @@ for found in json.load(open(sys.argv[1]))["install"]:
     needs = map(Requirement, found["metadata"].get("requires_dist", ()))
     needs = (each.name for each in needs if each.marker is None or each.marker.evaluate({"extra": ""}))
     print(found["metadata"]["version"], *{"cuda" for name in needs if name.startswith(("nvidia-", "cuda-"))})'
-    _setup_pip install --retries 1 "pip>=23.3" || true # older ones download a package to learn what it needs
     # Where the index does not serve metadata apart, pip starts to download the package: the limit (MiB) stops it.
     while (ulimit -f $((16 * 1024)) && _setup_pip install --dry-run --no-deps --quiet --report "$report" "$wanted"); do
         answer=$("$venv/bin/python" -c "$probe" "$report" 2>>"$log") || break
@@ -246,16 +329,26 @@ _setup_install_failed() {
     elif grep -qE 'No matching distribution|ResolutionImpossible' "$log"; then
         cause="The package index has no fitting version for Python ${python_version:-of .venv}. Try another: rm -r .venv, then PYTHON=python3.11 $0"
     fi
-    tail -n 15 "$log" | sed 's/^/       | /' >&2
+    grep -v '^Progress [0-9]' "$log" | tail -n 15 | sed 's/^/       | /' >&2
     # pip killed by a signal may leave a half-unpacked package, which a later pip takes for complete: keep the marker.
     # Without a Python nothing else says that the folder may be emptied: keep it then, too.
     (($2 >= 128)) || [[ ! -x $venv/bin/python ]] || rm -f "$venv/.simpletune-installing"
     _setup_stop 4 "$1 failed (exit status $2). The whole log: $log" "$cause"
 }
 
+# Prints how many packages, and how many megabytes of downloads, an empty environment with extra $1 needs, about. $2: the
+# chosen torch index, or ''. Counted for Linux and Python 3.11 on 29 November 2026; a bar needs no more.
+_setup_expected() {
+    if [[ -z $2 ]] && ! command -v nvidia-smi >/dev/null; then # a torch without CUDA
+        [[ $1 == run ]] && echo 85 450 || echo 156 800
+    else
+        [[ $1 == run ]] && echo 104 2990 || echo 174 3140
+    fi
+}
+
 # Makes or repairs .venv and installs the project with extra $1. Reads `root` and `venv`; the caller holds the lock.
 _setup_install() {
-    local extra=$1 began=$SECONDS log=$venv/install.log target=. what=training index torch chosen='' status
+    local extra=$1 began=$SECONDS log=$venv/install.log target=. what=training index torch chosen='' status expected=''
     local defect='' made='' python='' python_version=''
     [[ $extra == run ]] || target=".[$extra]" what="training and the tests"
     index=${SIMPLETUNE_TORCH_INDEX:-$(_setup_recorded_index)}
@@ -276,6 +369,9 @@ _setup_install() {
             _setup_install_failed "$python -m venv (if it lacks a module: sudo apt install python${python_version%.*}-venv)" $?
     fi
     rm -f "$log" "$venv"/.simpletune-installed-*
+    # Older ones download a package to learn what it needs, and do not say how much of a download is here.
+    _setup_pip install --retries 1 "pip>=24.1" || true
+    [[ -z $made ]] || expected=$(_setup_expected "$extra" "$index")
     torch=$(sed -nE 's/^ *"(torch[<>=][^"]*)".*/\1/p' "$root/pyproject.toml")
     if [[ -n $index ]]; then
         # A torch from elsewhere would count as "already satisfied".

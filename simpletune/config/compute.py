@@ -6,7 +6,7 @@ from typing import get_args
 
 from simpletune.config.check import config_rules
 from simpletune.config.schema import TrainConfig
-from simpletune.system.console import say
+from simpletune.system.console import detail, say
 from simpletune.system.devices import BF16_FROM, sm
 from simpletune.system.options import ConfigError, Json, UserError
 
@@ -39,7 +39,7 @@ def settle_compute(config: TrainConfig, capability: Capability | None, saved: Js
         say(f"compute {before} as before (auto would be {chosen} on this device; a new run under another name uses it)")
         return earlier
     if not has_bf16:
-        say(f"compute {chosen} (auto: {_device(capability)} has no bf16)")
+        detail(f"compute {chosen} (auto: {_device(capability)} has no bf16)")
     settled = _with_compute(config, chosen)
     if chosen == "fp16" and config.memory.feed_forward == "alone":  # which fp16 excludes; with the block is as exact
         settled = settled.model_copy(update={"memory": config.memory.model_copy(update={"feed_forward": "block"})})

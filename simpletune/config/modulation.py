@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from simpletune.config.batches import AnyConfig
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.model_config import Shape
-from simpletune.system.console import say
+from simpletune.system.console import detail
 from simpletune.system.options import join_names
 
 Settled = Literal["resident", "plan"]
@@ -26,7 +26,7 @@ def settle_modulation(config: AnyConfig, on_host: bool, before: str | None = Non
         kind, why = auto_modulation(config, on_host)
         if before is not None and before in get_args(Settled):
             kind, why = before, "as before"
-        say(f"memory  modulation {kind} (auto: {why})")
+        detail(f"memory  modulation {kind} (auto: {why})")
     return config.model_copy(update={"memory": config.memory.model_copy(update={"modulation": kind})})
 
 

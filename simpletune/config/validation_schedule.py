@@ -72,11 +72,14 @@ class ValidationSchedule:
     times: int  # evaluations in the run
     share: float  # of the run's forward passes, counted in samples
 
+    @property
+    def is_costly(self) -> bool:
+        """Whether even the fewest samples take more than their share."""
+        return self.share > SHARE and self.samples == LEAST
+
     def describe(self) -> str:
         """Describe the evaluation, and note if it takes more than its share."""
-        over = ""
-        if self.share > SHARE and self.samples == LEAST:
-            over = f": more than {SHARE:.0%}, because fewer samples say little"
+        over = f": more than {SHARE:.0%}, because fewer samples say little" if self.is_costly else ""
         return f"{plural(self.samples, 'sample')} {self.times} times, {self.share:.1%} of the forward passes{over}"
 
 

@@ -17,7 +17,7 @@ class Speed(Option):
 
     attention: Kernel = "auto"
     """PyTorch kernel for the denoiser's attention in training and validation. auto: PyTorch chooses among flash,
-    efficient and math; the run prints its choice. Any other value forces that kernel, and is tried with all shapes of
+    efficient and math; --verbose prints its choice. Any other value forces that kernel, and is tried with all shapes of
     the run before it starts. cudnn runs only by name: its gradients have been wrong on Hopper. math needs memory
     quadratic in the number of tokens. Autoencoder and text encoders always use PyTorch's choice, without cudnn."""
     compile: bool = False

@@ -30,7 +30,7 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.shared.buckets import Size
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
-from simpletune.system.console import say
+from simpletune.system.console import detail, say
 from simpletune.system.gpus import Card
 from simpletune.system.options import UserError, plural
 
@@ -170,7 +170,7 @@ def resolve_checkpointing(
         chosen = least if found is None else found
     peak = f"predicted peak {peaks(chosen) / MIB:,.0f} of {max(0, budget) / MIB:,.0f} MiB"
     keeping = f", {chosen.keeping} keeping attention's output" if chosen.keeping else ""
-    say(f"memory  checkpointing auto: {chosen.checkpointed} of {plural(blocks, 'block')}{keeping}{why}, {peak}")
+    detail(f"memory  checkpointing auto: {chosen.checkpointed} of {plural(blocks, 'block')}{keeping}{why}, {peak}")
     return with_checkpointed(config, *chosen)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +51,8 @@ class Attempt(BaseModel):
     """Time and peak memory by stage."""
     ended: Ended | None = None
     """How the attempt ended; None while it runs, or if it was killed."""
+    doing: str = ""
+    """What it does now beside the steps; empty while it trains."""
     reason: str = ""
     """Signal or request that stopped the attempt, or the error message."""
 
@@ -178,6 +181,11 @@ class AttemptRecorder:
         changes |= {"last_step": self.last_step, "seconds": self._seconds(), "stages": figures}
         self.all[-1] = self.all[-1].model_copy(update=changes)
         _write(self.folder, self.all)
+
+    def note_work(self, words: str) -> None:
+        """Record what is being done beside the steps, for pages; empty: nothing."""
+        with suppress(OSError, DiskFull):  # the work itself says that the disk is full
+            self.update(doing=words)
 
     def close(self) -> None:
         """Stop recording, because the run is finished."""

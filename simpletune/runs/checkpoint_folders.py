@@ -71,8 +71,8 @@ def require_resumable(config: TrainConfig, resume: str | None) -> None:
     saved = [str(each) for _, each in list_checkpoints(folder if list_checkpoints(folder) else run)]
     what = "is not a checkpoint" if folder.exists() else "does not exist"
     near = difflib.get_close_matches(resume, ["latest", "auto", *saved], n=1)
-    hint = f"Did you mean {near[0]}?" if near else "Use latest, auto or a checkpoint's folder"
-    named = f". The run has {join_names(saved, 6)}" if saved else ""
+    hint = f"Did you mean {near[0]}?" if near else "Use latest, auto or a checkpoint's folder."
+    named = f" The run has {join_names(saved, 6)}" if saved else ""
     raise UserError(f"--resume: {resume} {what}. {hint}{named}")
 
 

@@ -39,8 +39,9 @@ from simpletune.runs.folder import (
 )
 from simpletune.runs.repair import is_start
 from simpletune.stages.prepared import PreparedData
-from simpletune.system.console import duration, say
+from simpletune.system.console import detail, duration, say
 from simpletune.system.options import Json, join_names, plural
+from simpletune.system.printable import printable_name
 from simpletune.system.safetensors_file import WeightReader
 from simpletune.system.shell import quote_command
 from simpletune.system.stage_timer import peak_of_stages, round_figure, stages_as_json
@@ -188,13 +189,16 @@ def print_data(prepared: PreparedData) -> None:
     shapes = sorted(plan.buckets, key=lambda size: -len(plan.buckets[size]))
     listed = join_names([f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes], 6)
     an_epoch = f"{plural(len(plan.samples), 'sample')} and {plural(plan.steps_per_epoch, 'step')} per epoch"
-    say(f"data    {plural(plan.images(), 'picture')}, {an_epoch}")
-    for line in source_lines(plan.shares()):
-        say(f"        {line}")
+    shares = plan.shares()
+    place = f"{printable_name(shares[0].path)}: " if len(shares) == 1 else ""
+    say(f"data    {place}{plural(plan.images(), 'picture')}, {an_epoch}")
+    alike = len(shares) == 1 and not (shares[0].masks or shares[0].holes or shares[0].weight != 1)
+    for line in source_lines(shares):
+        (detail if alike else say)(f"        {line}")
     if plan.held_out:
         say(f"        {plural(len(plan.held_out), 'picture')} held out from training for the validation loss")
     say(f"        captions from {prepared.captions}")
-    say(f"        {plural(len(shapes), 'bucket')}: {listed}")
+    detail(f"        {plural(len(shapes), 'bucket')}: {listed}")
     if plan.fillers:
         many = plural(plan.fillers, "filler row", "filler rows")
         say(f"        {many} per epoch without weight in the loss, to complete micro-batches")
@@ -218,14 +222,15 @@ def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list
         memory = f"peak on the GPU {summary['peak_allocated_gib']:.2f} GiB of the whole job, {memory}"
     first = summary["seconds_to_first_step"]
     last = " of the last" if summary["attempts"] > 1 else ""
-    begun = "" if first is None else f", first step{last} after {first:.1f} s"
+    if first is not None:
+        detail(f"\nfirst step{last} after {first:.1f} s")
     took = duration(summary["seconds_total"])
     took += f" in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
     pace = summary["seconds_per_step"]
     paced = "" if pace is None else f"{pace:.3g} s per step, "
     if (waited := summary.get("seconds_waited_per_step")) is not None:
         paced += f"{waited:.2g} s of it waiting for the cache, "
-    say(f"\ndone in {took}{begun}: {paced}{memory}")
+    say(f"\ndone in {took}: {paced}{memory}")
     if losses := loss_words(summary):
         say(f"  {summary['eval_loss_is']}: {losses}")
     if drift := drift_words(summary):
@@ -238,12 +243,23 @@ def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list
     rows = {
         "result": summary["output"],
         **({"best": BestCheckpoint(**best).describe(folder)} if best else {}),
-        "model card": folder / "README.md",
         "pictures": "none (validation.prompts is empty)" if config.validation.prompts == [] else folder / "samples",
-        "figures": f"{folder}/summary.json, metrics.jsonl, config.json",
-        "checkpoints": folder / "checkpoints",
-        **({"traces": f"{len(traces)} under {profile_folder(config)} (TensorBoard shows them)"} if traces else {}),
         **places,
     }
     for name, where in rows.items():
         say(f"  {name:<12} {where}")
+    rest = {
+        "model card": folder / "README.md",
+        "figures": f"{folder}/summary.json, metrics.jsonl, config.json",
+        "checkpoints": folder / "checkpoints",
+        **({"traces": f"{len(traces)} under {profile_folder(config)} (TensorBoard shows them)"} if traces else {}),
+    }
+    for name, where in rest.items():
+        detail(f"  {name:<12} {where}")
+
+
+def print_next(run: Path, prompt: str) -> None:
+    """Print what to do with a finished run's result, as commands to paste."""
+    say("next")
+    say(f"  {'compare':<12} {quote_command('simpletune', 'compare', '--run', run)}")
+    say(f"  {'draw':<12} {quote_command('simpletune', 'generate', '--run', run, '--prompt', prompt)}")

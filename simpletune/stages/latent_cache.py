@@ -26,7 +26,7 @@ from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.models.families import Model
 from simpletune.models.shared.buckets import Framing, framing_of
-from simpletune.system.console import progress
+from simpletune.system.console import detail, progress
 from simpletune.system.options import UserError
 from simpletune.system.signals import poll
 
@@ -97,7 +97,7 @@ class LatentCache:
         if not missing:
             return encoded, rejected
         vae = cache(lambda: self.autoencoder.load(device, self.dtype, self.tile))  # if there is something to encode
-        with progress("latents", share.count(len(missing)), "pictures") as advance, torch.no_grad():
+        with progress("latents", share.count(len(missing)), "pictures", detail) as advance, torch.no_grad():
             for keys in self.cache.claim(missing, share, IMAGES):
                 for view in (view for key in keys for view in by_key[key]):
                     try:

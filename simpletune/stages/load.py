@@ -19,7 +19,7 @@ from simpletune.models.families import Model
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.family import Overlay
 from simpletune.stages.modulation_plan import DetachedModulation, detach_modulation
-from simpletune.system.console import say
+from simpletune.system.console import detail, say
 from simpletune.system.options import plural
 from simpletune.system.printable import describe_exception
 from simpletune.system.processes import local_process_count
@@ -96,7 +96,7 @@ def load_base_together(
         weights.close()
         if weights.nbytes:
             size = f"{weights.nbytes / 2**30:.2f} GiB of frozen weights in host memory"
-            say(f"host    {size}, once for all processes of a machine")
+            detail(f"host    {size}, once for all processes of a machine")
     if own := [why for why in reasons if why]:
         say(
             f"warning {plural(len(own), 'process has its', 'processes have their')} own copy of the frozen weights in "

@@ -159,6 +159,7 @@ class Sampler:
         attention: returns a context for the denoiser's passes, which may restrict PyTorch's choice of attention
             kernel; the autoencoder runs outside of it.
         objective: what the weights were trained with, which decides the solver.
+        drawn: called after each picture's denoising.
     """
 
     denoiser: Denoiser
@@ -169,6 +170,7 @@ class Sampler:
     reuse_guidance: int = 1
     attention: Callable[[], AbstractContextManager[object]] = nullcontext
     objective: TrainingObjective = field(kw_only=True)
+    drawn: Callable[[], object] = field(kw_only=True, default=object)
 
     @torch.no_grad()
     def denoise(
@@ -269,7 +271,9 @@ class Sampler:
             elif image.mask is not None and image.z_0 is not None:
                 outside = image.z_0, image.mask
             z = self.denoise(some, positive, negative, start, inpainting, outside)
-            latents |= dict(zip(batch, z.cpu().split(1), strict=True))
+            for number, own_z in zip(batch, z.cpu().split(1), strict=True):
+                latents[number] = own_z
+                self.drawn()
         return [latents[number] for number in range(len(requests))]
 
 

@@ -23,7 +23,7 @@ from simpletune.models.text.encoder import TextEncoder
 from simpletune.models.text.prompts import Prompts, unpack
 from simpletune.stages.latent_cache import all_finite, free_memory
 from simpletune.system.atomic import remove
-from simpletune.system.console import progress
+from simpletune.system.console import detail, progress
 from simpletune.system.locks import lock_of
 from simpletune.system.options import UserError
 from simpletune.system.signals import poll
@@ -122,7 +122,7 @@ class PromptEntries:
             # in this order, because an entry is stored before its waiting files are removed
             claim = partial(waiting.claim, is_done=lambda key: key in waiting or key in self.cache)
         known = self._known(encoder, todo)
-        with progress(f"text  {encoder.name}", share.count(len(todo)), "prompts") as advance:
+        with progress(f"text  {encoder.name}", share.count(len(todo)), "prompts", detail) as advance:
             for group in claim(todo, share, TOGETHER):  # no name for the iterator: its locks must end with this loop
                 new = outputs(encoder, [missing[key] for key in group if key not in known])
                 for key in group:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, ClassVar
@@ -24,11 +25,15 @@ if TYPE_CHECKING:
 
 PLAIN_EVERY = 10.0  # seconds between progress lines without a terminal
 LIVE_EVERY = 0.1  # seconds between updates of a bar
-BAR_WIDTH = 12  # characters
+BAR_WIDTH, NARROW_WIDTH = 12, 6  # characters of a bar, the second in terminals of fewer columns than NARROW
+NARROW = 100
+TELL_EVERY = 1.0  # seconds between words to a watcher
 WINDOW = 20  # steps in the mean of seconds per step
 WARM_UP = 2  # first steps, excluded from that mean
 _SILENT: list[bool] = []
+_VERBOSE: list[bool] = []
 _LISTENER: ContextVar[Callable[[int, int], None] | None] = ContextVar("listener", default=None)
+_WATCHER: ContextVar[Callable[[str], None] | None] = ContextVar("watcher", default=None)
 
 
 def print_any_text() -> None:
@@ -48,6 +53,22 @@ def say(text: str) -> None:
         print(text, flush=True)
     else:
         _Stage.bars.console.out(text, highlight=False)
+
+
+def detail(text: str) -> None:
+    """Print a line about the inside of the tool, which only ``--verbose`` shows."""
+    if _VERBOSE:
+        say(text)
+
+
+@contextmanager
+def verbose(shows: bool = True) -> Iterator[None]:
+    """Print details, too, within this context, if it ``shows`` them."""
+    _VERBOSE.extend([True] * shows)
+    try:
+        yield
+    finally:
+        del _VERBOSE[len(_VERBOSE) - shows :]
 
 
 def note(lines: Iterable[str]) -> None:
@@ -75,6 +96,35 @@ def progress_to(listener: Callable[[int, int], None]) -> Iterator[None]:
         yield
     finally:
         _LISTENER.reset(token)
+
+
+@contextmanager
+def watch_work(watcher: Callable[[str], None]) -> Iterator[None]:
+    """Tell a function, within this context and thread, too, what is being done beside the steps, such as ``drawing 2 of
+    4 pictures``: when it begins, once a second while it is counted, and with an empty text when it ends."""
+    token = _WATCHER.set(watcher)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show in a terminal, and tell the watcher, what is done without counting it."""
+    stage, watcher = _Stage(None), _WATCHER.get() or _ignore
+    watcher(what)
+    if stage.live:
+        stage.show(time.perf_counter(), 0, what)
+    try:
+        yield
+    finally:
+        stage.end()
+        watcher("")
+
+
+def _ignore(_: str) -> None:
+    pass
 
 
 class _Stage:
@@ -114,6 +164,11 @@ class _Stage:
             say(self._line)
 
 
+def bar_width() -> int:
+    """Return the width of a bar in this terminal."""
+    return BAR_WIDTH if shutil.get_terminal_size().columns >= NARROW else NARROW_WIDTH
+
+
 def _start_bars() -> Progress:
     """Start an empty area for bars at the bottom of the terminal; other output appears above it."""
     from rich.console import Console
@@ -123,7 +178,7 @@ def _start_bars() -> Progress:
     line = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
     console = Console(force_terminal=True, force_interactive=True)
     bars = Progress(
-        BarColumn(BAR_WIDTH),
+        BarColumn(bar_width()),
         line,
         console=console,
         auto_refresh=False,
@@ -137,20 +192,25 @@ def _start_bars() -> Progress:
 
 
 @contextmanager
-def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int, unit: str, at_end: Callable[[str], None] = say) -> Iterator[Callable[[], None]]:
     """Show progress with rate and time left; yield a thread-safe function that counts one of ``total`` items, whose
-    plural noun is ``unit``."""
+    plural noun is ``unit``. ``at_end`` prints how long all took."""
     start = time.perf_counter()
     one = unit.removesuffix("s")
     done, lock, stage, listener = 0, threading.Lock(), _Stage(total, start), _LISTENER.get()
+    watcher, told = _WATCHER.get() or _ignore, start
+    watcher(what)
 
     def advance() -> None:
-        nonlocal done
+        nonlocal done, told
         with lock:
             done += 1
             if listener is not None:
                 listener(done, total)
             now = time.perf_counter()
+            if now >= told + TELL_EVERY:
+                told = now
+                watcher(f"{what} {min(done + 1, total)} of {plural(total, one, unit)}")
             if listener is None and done < total and now >= stage.due:
                 rate = done / (now - start)
                 left = duration((total - done) / rate)
@@ -160,8 +220,9 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
         yield advance
     finally:
         stage.end()
+        watcher("")
     if listener is None:
-        say(f"{what}: {plural(done, one, unit)} in {time.perf_counter() - start:.1f} s")
+        at_end(f"{what}: {plural(done, one, unit)} in {time.perf_counter() - start:.1f} s")
 
 
 @contextmanager
@@ -250,17 +311,32 @@ class TrainingProgress:
         if not final and now < self._stage.due:
             return
         pace = sum(self._recent) / len(self._recent)
-        # The least important part is last, because a narrow terminal cuts it off.
-        parts = [f"train   step {step:>{self._width},}/{self.steps:,}", f"loss {self.loss:.4f}", f"{pace:.3g} s/step"]
-        if not final:
-            parts.append(f"{duration(self.seconds_left(step, pace))} left")
-        parts += [f"{self.samples / pace:.3g} samples/s" if pace else "", self.memory()]
         every = self.every.get("validate")
-        if self.look and every and not final:
-            parts.append(f"{self.look} at {min((step // every + 1) * every, self.steps):,}")
-        self._stage.show(now, step, "  ".join(part for part in parts if part))
+        parts = {
+            "step": f"train   step {step:>{self._width},}/{self.steps:,}",
+            "loss": f"loss {self.loss:.4f}",
+            "pace": f"{pace:.3g} s/step",
+            "left": "" if final else f"{duration(self.seconds_left(step, pace))} left",
+            "rate": f"{self.samples / pace:.3g} samples/s" if pace else "",
+            "memory": self.memory(),
+            "look": f"{self.look} at {min((step // every + 1) * every, self.steps):,}"
+            if self.look and every and not final
+            else "",
+        }
+        self._stage.show(now, step, self._fitting(parts))
         if final:
             self._stage.end(keep=True)
+
+    def _fitting(self, parts: Mapping[str, str]) -> str:
+        """Join the parts of a line; leave out what a narrow terminal has no room for, the least important first."""
+        room = shutil.get_terminal_size().columns - bar_width() - 1 if self._stage.live else sys.maxsize
+        kept = {"step"}
+        room -= len(parts["step"])
+        for name in ("left", "loss", "pace", "memory", "look", "rate"):
+            if parts[name] and (needed := len(parts[name]) + 2) <= room:
+                kept.add(name)
+                room -= needed
+        return "  ".join(parts[name] for name in parts if name in kept)
 
     def seconds_left(self, step: int, pace: float) -> float:
         """Estimate the seconds left for steps and interruptions, from their mean durations so far."""

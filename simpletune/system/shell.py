@@ -12,6 +12,7 @@ from simpletune.system.devices import is_under_wsl
 from simpletune.system.options import UserError
 from simpletune.system.portable import join_words
 
+CALLED_FROM = "SIMPLETUNE_CALLED_FROM"  # set by train.sh if the user stands in another folder than the project's
 DRIVE = re.compile(r"([A-Za-z]):[\\/]+(.*)", re.DOTALL)
 SHARE = re.compile(r"\\\\wsl(?:\$|\.localhost)\\[^\\]+(\\.*)?", re.DOTALL)  # a distribution's files, in Explorer
 SWALLOWED = re.compile(r"[A-Za-z]:[A-Za-z]\w*")  # what an unquoted path of Windows is after the shell
@@ -19,12 +20,14 @@ SWALLOWED = re.compile(r"[A-Za-z]:[A-Za-z]\w*")  # what an unquoted path of Wind
 
 def quote_command(program: str, *words: object) -> str:
     """Quote a command, with the path of its program beside this Python where PATH does not lead to it: a checkout's
-    ``.venv/bin/simpletune``."""
+    ``.venv/bin/simpletune``. If ``train.sh`` was called from another folder, go to this one first."""
     found, beside = shutil.which(program), shutil.which(program, path=str(Path(sys.executable).parent))
+    here = Path.cwd()
     if beside is not None and (found is None or not os.path.samefile(found, beside)):
-        here, place = Path.cwd(), Path(beside)
+        place = Path(beside)
         program = str(place.relative_to(here) if place.is_relative_to(here) else place)
-    return join_words([program, *map(str, words)])
+    command = join_words([program, *map(str, words)])
+    return f"{join_words(['cd', str(here)])} && {command}" if CALLED_FROM in os.environ else command
 
 
 def install_command(*words: object) -> str:

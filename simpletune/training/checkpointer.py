@@ -12,6 +12,7 @@ from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.remote.checkpoint_store import CheckpointStore
 from simpletune.stages.step.train_step import TrainStep
+from simpletune.system.console import working
 from simpletune.system.options import Json
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.nonfinite import not_saved, require_finite
@@ -47,7 +48,7 @@ class Checkpointer:
         Raises:
             UserError: a trained parameter is not finite.
         """
-        with self.stages.stage("save"):
+        with self.stages.stage("save"), working("saving"):
             require_finite(local_parameters(self.core.denoiser), self.folder, step)
             try:
                 checkpoint.save_checkpoint(self.folder, self._state(step))

@@ -13,9 +13,9 @@ from simpletune.runs.folder import EVALUATION, SUMMARY
 from simpletune.runs.model_card import write_card
 from simpletune.runs.repair import NUMBER, read_own
 from simpletune.runs.result import CHECKSUMS, export_result, result_checksums
-from simpletune.runs.summary import print_results, summarise, time_lines
+from simpletune.runs.summary import print_next, print_results, summarise, time_lines
 from simpletune.system.atomic import write_json
-from simpletune.system.console import say
+from simpletune.system.console import say, working
 from simpletune.system.devices import capability_of
 from simpletune.system.printable import describe_exception
 from simpletune.training.trainer import Trainer
@@ -25,7 +25,7 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
     """Export the result before the last validation, so that a failure there cannot lose it."""
     job, config, folder, steps = trainer.job, trainer.config, trainer.folder, trainer.steps
     core, plan, trackers, validator = trainer.core, trainer.plan, trainer.trackers, trainer.validator
-    with trainer.stages.stage("save"), use_average(core.average):
+    with trainer.stages.stage("save"), use_average(core.average), working("saving the result"):
         metadata = checkpoint.metadata_of(folder, config, steps)
         output = export_result(config, core.denoiser, folder, metadata)
     eval_after = validator.try_to_evaluate(steps)
@@ -76,12 +76,17 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
     if timed := summary.get("predicted_time"):
         for line in time_lines(timed):
             say(line)
+    requests = validator.previews.requests
+    print_next(folder, requests[0].prompt if requests else plan.prompt(plan.samples[0], 0))
 
 
 def write_page(trainer: Trainer) -> dict[str, str]:
     """Write the report into the run's folder; a failure is only a warning."""
     trackers = trainer.trackers
-    page = report_or_warning(trainer.folder, trackers.warn) if trainer.config.output.report else None
+    page = None
+    if trainer.config.output.report:
+        with working("writing the report"):
+            page = report_or_warning(trainer.folder, trackers.warn)
     if page is None:
         return {}
     trackers.report(page)

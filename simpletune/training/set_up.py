@@ -42,7 +42,7 @@ from simpletune.stages.plan_data import plan_data
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.attention import settle_attention
 from simpletune.system.atomic import write_json
-from simpletune.system.console import say
+from simpletune.system.console import detail, say
 from simpletune.system.devices import capability_of
 from simpletune.system.environment import describe_machine
 from simpletune.system.options import Json, UserError, plural
@@ -94,7 +94,8 @@ def set_up(
 
     # The model: where it is, what it starts from, whether it is the checkpoint's
     given = settle_compute(with_saved_batch(config, before), capability_of(device), before)
-    say(f"simpletune {given.name} on {reason}: {given.precision.describe()}")
+    say(f"simpletune {given.name}: {given.adapter.method} of {given.model.pretrained} on {reason}")
+    detail(f"        {given.precision.describe()}")
     if saved is None:
         require_lora_families(given)  # before the download
     located = resolve_folders(given)
@@ -180,7 +181,7 @@ def settle_threads(config: TrainConfig, device: torch.device, earlier: int | Non
     on_cpu = device.type == "cpu"
     threads, why = choose_threads(config.speed.threads, config.model.architecture.parameter_count(), on_cpu, earlier)
     if on_cpu:
-        say(f"threads {threads} ({why})")
+        detail(f"threads {threads} ({why})")
     torch.set_num_threads(threads)
     return threads
 

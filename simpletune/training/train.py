@@ -19,7 +19,7 @@ from simpletune.runs.remote.checkpoint_store import open_checkpoint_store
 from simpletune.runs.repair import require_place
 from simpletune.runs.result import result_files
 from simpletune.runs.resume import base_of, changed_places, check_resumable, require_same_base
-from simpletune.system.console import say
+from simpletune.system.console import say, watch_work
 from simpletune.system.disk import room_for
 from simpletune.system.locks import exclusive
 from simpletune.system.options import plural
@@ -68,6 +68,7 @@ def train(
         watch_processes(),
         writing,
         simulate_one_of(process_count()),
+        watch_work(attempt.note_work),
     ):
         if resume == "auto" and is_finished(config):
             end.silent = True

@@ -27,7 +27,7 @@ from simpletune.runs.remote.checkpoint_store import CheckpointStore
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.stages.step.train_step import TrainStep
-from simpletune.system.console import TrainingProgress, say
+from simpletune.system.console import TrainingProgress, detail, say
 from simpletune.system.options import Json, plural
 from simpletune.system.phases import phase
 from simpletune.system.signals import SIGNALS, Signals, Stopped, defer_signals, stop_if_requested
@@ -106,7 +106,7 @@ class Trainer:
         before = earlier_validation_samples(folder) if job.start else None  # which a resumed run keeps
         chosen = choose_validation_samples(config, plan.samples_per_step, self.steps, before)
         if chosen.samples:
-            say(f"evaluate {chosen.describe()}")
+            (say if chosen.is_costly else detail)(f"evaluate {chosen.describe()}")
         self.tasks = OptionalTasks(self.accelerator.device, self.trackers.warn)
         self.validator = Validator(
             config,
@@ -133,7 +133,7 @@ class Trainer:
         processes = self.accelerator.num_processes
         if self.main and self.start < self.steps and Signals.listening:
             most = "one step" if processes == 1 else "two steps"  # the others learn of it a step later
-            say(f"stops   SIGTERM or Ctrl-C finishes at most {most} and saves; a second one stops at once")
+            say(f"stop    Ctrl-C or SIGTERM saves after at most {most}; a second one stops at once")
         stop_if_requested()
         with defer_signals(processes):
             traces = self._steps()

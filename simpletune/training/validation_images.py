@@ -27,7 +27,7 @@ from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.step.variant import restore_base
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_file, atomic_folder, remove
-from simpletune.system.console import say
+from simpletune.system.console import detail, progress, say
 from simpletune.system.sheets import grid
 
 GRID = "grid.png"
@@ -154,17 +154,24 @@ class Previews:
         denoiser.eval()
         config = self.config
         kernel = partial(use_attention, config.speed.attention)
-        sampler = Sampler(
-            denoiser, config.model, config.precision, self.modulation, attention=kernel, objective=config.objective
-        )
         free_memory(device)  # training leaves torch's cache fragmented, and these stages may not fit into the fragments
-        vae = load_autoencoder(config, device)
-        try:
-            return generate_images(sampler, vae, config.model, requests, self.load)
-        finally:
-            del vae
-            free_memory(device)
-            denoiser.train(was_training)
+        with progress("drawing", len(requests), "pictures", detail) as advance:
+            vae = load_autoencoder(config, device)
+            try:
+                sampler = Sampler(
+                    denoiser,
+                    config.model,
+                    config.precision,
+                    self.modulation,
+                    attention=kernel,
+                    objective=config.objective,
+                    drawn=advance,
+                )
+                return generate_images(sampler, vae, config.model, requests, self.load)
+            finally:
+                del vae
+                free_memory(device)
+                denoiser.train(was_training)
 
     @torch.no_grad()
     def load(self, prompt: str) -> Conditioning:

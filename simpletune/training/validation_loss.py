@@ -7,7 +7,7 @@ Shapes: n samples; a prediction is [1, c, h, w], with the latent's channels, hei
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +27,7 @@ from simpletune.runs.repair import CHANGED, set_aside
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.step.variant import restore_base
+from simpletune.system.console import detail, progress
 from simpletune.system.disk import room_for
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import WeightReader, content_hash, read_header, write_safetensors
@@ -132,10 +133,9 @@ class LossEvaluator:
 
         def predict() -> tuple[dict[str, Tensor], list[Tensor]]:  # repeated if a block overflows fp16
             found, losses = dict[str, Tensor](), list[Tensor]()
-            for group, samples in self.groups.items():
-                for n, (prediction, loss) in enumerate(self._passes(denoiser, samples)):
-                    found[f"{group}.{n}"] = prediction.cpu()
-                    losses.extend([loss] if group == TRAINED else [])
+            for group, n, prediction, loss in self._passes(denoiser, self.groups):
+                found[f"{group}.{n}"] = prediction.cpu()
+                losses.extend([loss] if group == TRAINED else [])
             return found, losses
 
         with nullcontext() if self.adapter.trains_base else restore_base(self.adapter, denoiser):
@@ -145,26 +145,29 @@ class LossEvaluator:
         none = dict.fromkeys(self.groups, 0.0)
         return ValidationFigures(*_mean_and_each(losses), none, none)
 
-    def _passes(self, denoiser: Denoiser, samples: list[PlannedSample]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the prediction and the loss [] of each sample."""
-        for batch in self.batches.single_batches(samples):
-            poll()
-            prediction = self.core.variant.predict(denoiser, batch)
-            yield prediction, self.core.variant.loss(prediction, batch)
+    def _passes(
+        self, denoiser: Denoiser, groups: Mapping[str, list[PlannedSample]]
+    ) -> Iterator[tuple[str, int, Tensor, Tensor]]:
+        """Yield the group, the number in it, the prediction and the loss [] of each sample."""
+        with progress("evaluating", sum(map(len, groups.values())), "samples", detail) as advance:
+            for group, samples in groups.items():
+                for n, batch in enumerate(self.batches.single_batches(samples)):
+                    poll()
+                    prediction = self.core.variant.predict(denoiser, batch)
+                    yield group, n, prediction, self.core.variant.loss(prediction, batch)
+                    advance()
 
     def _compare(self, denoiser: Denoiser, base: dict[str, Tensor] | None) -> ValidationFigures:
         losses: list[Tensor] = []
         change: dict[str, list[Tensor]] = {}
-        for group, samples in self.groups.items():
-            if base is None and group != TRAINED:
-                continue
-            for n, (prediction, loss) in enumerate(self._passes(denoiser, samples)):
-                if group == TRAINED:
-                    losses.append(loss)
-                if base is not None:
-                    before = base[f"{group}.{n}"].to(prediction.device, non_blocking=True).float()
-                    pair = (prediction.float() - before).square().mean(), before.square().mean()
-                    change.setdefault(group, []).append(torch.stack(pair))
+        groups = self.groups if base is not None else {TRAINED: self.groups[TRAINED]}
+        for group, n, prediction, loss in self._passes(denoiser, groups):
+            if group == TRAINED:
+                losses.append(loss)
+            if base is not None:
+                before = base[f"{group}.{n}"].to(prediction.device, non_blocking=True).float()
+                pair = (prediction.float() - before).square().mean(), before.square().mean()
+                change.setdefault(group, []).append(torch.stack(pair))
         found = {group: _relative(torch.stack(pairs).tolist()) for group, pairs in change.items()}
         drift = {group: values for group, values in found.items() if values is not None}
         return ValidationFigures(

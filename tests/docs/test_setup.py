@@ -9,6 +9,7 @@ import ensurepip
 import hashlib
 import http.server
 import os
+import pty
 import re
 import shutil
 import signal
@@ -17,6 +18,7 @@ import threading
 import time
 import venv
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -49,11 +51,13 @@ case "$*" in
     "-m pip --version") ;;
     "-m pip "*)
         echo "pip $PWD: $*" >>"$FAKE_LOG"
+        printf '%s' "${{FAKE_PIP_OUTPUT:-}}"
         sleep "${{FAKE_PIP_SECONDS:-0}}"
         until [[ -z ${{FAKE_PIP_GATE:-}} || -e $FAKE_PIP_GATE ]]; do sleep 0.05; done
         if [[ -n ${{FAKE_PIP_ERROR:-}} ]]; then echo "ERROR: $FAKE_PIP_ERROR"; exit 1; fi ;;
     *)
         echo "run $PWD: $*" >>"$FAKE_LOG"
+        echo "from ${{SIMPLETUNE_CALLED_FROM:-}}" >>"$FAKE_LOG"
         [[ "$*" != *"${{FAKE_RUN_FAILS:-nothing}}"* ]] || {{ printf "%s" "${{FAKE_RUN_ERROR:-}}"; exit 1; }} ;;
 esac
 """
@@ -174,6 +178,85 @@ def test_a_fresh_machine_installs_and_trains_and_the_next_call_starts_at_once(ma
     assert machine.run("train.sh") == ""
     assert machine.calls("pip") == [f"{machine.root}: -m pip --disable-pip-version-check --no-input install -e ."]
     assert machine.calls("run") == [f"{machine.root}: -m simpletune train configs/demo.json"] * 2
+
+
+FETCHING = """Collecting torch<2.14,>=2.13
+  Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl.metadata (29 kB)
+Processing /opt/files/numpy-2.4.6-cp311-cp311-linux_x86_64.whl (from x)
+  Using cached rich-15.0.0-py3-none-any.whl (310 kB)
+  Downloading wandb-0.31.0-py3-none-any.whl (20.5 MB)
+Progress 0 of 20500000
+Progress 20500000 of 20500000
+Collecting torch<2.14,>=2.13
+  Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (192.0 MB)
+"""
+HALF = FETCHING + "Progress 96000000 of 192000000\n"
+UNPACKING = HALF + "Installing collected packages: numpy, rich, wandb, torch\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "expected", "line"),
+    [
+        (HALF, "85 450", "[##------] 116 of about 450 MB, 4 of 85 packages, 2 min 51 s left: torch"),
+        (HALF, "", "[--------] 116 MB, 4 packages, 1 min 0 s: torch"),
+        # an older pip does not say what has arrived
+        (FETCHING, "85 450", "[--------] 20 of about 450 MB, 4 of 85 packages, 1 min 0 s: torch"),
+        (UNPACKING, "85 450", "[###-----] unpacking 2 of 4 packages, 1 min 0 s so far"),
+        (UNPACKING + "Successfully installed torch-2.13.0\n", "85 450", "[########] finishing, 1 min 0 s so far"),
+        (
+            UNPACKING + "Successfully installed torch-2.13.0\nCollecting a\n",
+            "",
+            "[--------] 212 MB, 4 packages, 1 min 0 s",
+        ),
+        ("a pip of another form\n", "85 450", "[--------] 0 of about 450 MB, 0 of 85 packages, 1 min 0 s"),
+        ("", "", "[--------] 0 MB, 0 packages, 1 min 0 s"),
+    ],
+)
+def test_how_far_an_install_is_by_pips_log(tmp_path: Path, log: str, expected: str, line: str) -> None:
+    (tmp_path / "log").write_text(log)
+    for name in ("pip-26.3", "numpy-2.4.6"):
+        (tmp_path / "lib/python3.11/site-packages" / f"{name}.dist-info").mkdir(parents=True)
+    script = f"source simpletune/setup.sh; venv={tmp_path} log={tmp_path}/log; _setup_progress 60 {expected}"
+    done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(line) and len(done.stdout.splitlines()) == 1
+
+
+def test_an_install_shows_how_far_it_is_and_keeps_pips_exit_status(machine: Machine) -> None:
+    """Without a terminal a line now and then, in one a bar that is removed."""
+    machine.python()
+    script = machine.root / "simpletune" / "setup.sh"
+    script.write_text(script.read_text().replace("_SETUP_LINE_SECONDS=20", "_SETUP_LINE_SECONDS=1"))
+    given = {"FAKE_PIP_OUTPUT": HALF, "FAKE_PIP_SECONDS": "1.3"}
+    output = machine.run("train.sh", status=4, FAKE_PIP_ERROR="disk quota", **given)
+    assert re.search(r"^setup: 116 of about 450 MB, 4 of 85 packages, \d+ s left: torch$", output, re.MULTILINE)
+    assert "| ERROR: disk quota" in output and "(exit status 1)" in output
+    assert "Progress" not in output and "Terminated" not in output
+    handle, end = pty.openpty()
+    process = subprocess.Popen(
+        [str(machine.root / "train.sh")], cwd=machine.root, env=machine.environment | given, stderr=end, stdout=end
+    )
+    os.close(end)
+    shown = b""
+    with suppress(OSError):  # the terminal's other end was closed
+        while more := os.read(handle, 4096):
+            shown += more
+    os.close(handle)
+    assert process.wait(60) == 0
+    bar, rest = re.findall(rb"\r\x1b\[K([^\r]*)", shown)[-2:]
+    assert re.fullmatch(rb"setup: \[-+\] 116 MB, 4 packages, \d s: torch", bar) and rest.startswith(b"setup: done")
+
+
+def test_a_pip_that_can_counts_the_bytes(machine: Machine) -> None:
+    machine.python()
+    for version, found in (("24.0", False), ("24.1", True), ("26.3", True)):
+        machine.run("train.sh")
+        site = machine.root / ".venv" / "lib" / "python3.11" / "site-packages"
+        shutil.rmtree(site, ignore_errors=True)
+        (site / f"pip-{version}.dist-info").mkdir(parents=True)
+        (machine.root / "pyproject.toml").write_text(f"# {version}")  # something new to install
+        machine.log.unlink(missing_ok=True)
+        machine.run("train.sh")
+        assert ("--progress-bar raw" in machine.calls("pip")[-1]) == found
 
 
 PYTHONS = [
@@ -686,6 +769,7 @@ def test_from_elsewhere_config_is_the_callers_and_paths_are_the_projects(ready: 
         output = ready.run("train.sh", given, "train.steps=3", cwd=elsewhere)
         assert output == f"train.sh: relative paths in the config and in overrides are taken from {ready.root}\n"
         assert ready.calls("run")[-1] == f"{ready.root}: -m simpletune train {passed_on} train.steps=3"
+        assert ready.calls("from")[-1] == str(elsewhere)
 
 
 def test_help_never_installs_and_goes_on_to_the_trainer_once_installed(machine: Machine) -> None:

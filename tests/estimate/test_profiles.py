@@ -25,6 +25,7 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.checksums import without_sum
+from simpletune.system.console import verbose
 from simpletune.system.gpus import Card
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.explain_errors import memory_by_kind
@@ -194,7 +195,8 @@ def test_auto_without_a_budget_takes_the_card_and_asks_once(
 ) -> None:
     peaks = [simulate_once(with_checkpointed(auto, count, count), SIZE).peak.bytes for count in range(3)]
     for count in (0, 1, 2):
-        chosen = resolve_checkpointing(auto, SIZE, a_card(peaks[count]))
+        with verbose():
+            chosen = resolve_checkpointing(auto, SIZE, a_card(peaks[count]))
         assert recomputed(chosen) == (count, count)
     peak = f"{peaks[2] / MIB:,.0f}"
     told = f"auto: 2 of 3 blocks, 2 keeping attention's output, predicted peak {peak} of {peak} MiB"
@@ -239,7 +241,8 @@ def test_a_resumed_run_keeps_what_auto_has_chosen(
     assert set(asked) == {(32, 32)}
     assert json.loads((folder / "config.json").read_text())["memory"]["checkpointing"] == "auto"
     assert without_sum(json.loads((folder / "chosen.json").read_text())) == chosen
-    train(of(9.0, 2), resume="latest")
+    with verbose():
+        train(of(9.0, 2), resume="latest")
     assert "checkpointing auto: 2 of 3 blocks, 2 keeping attention's output, as before" in capsys.readouterr().out
     assert without_sum(json.loads((folder / "chosen.json").read_text())) == chosen
 

@@ -114,6 +114,8 @@ def test_printed_installs_and_logins_name_the_programs_of_this_environment(monke
     assert install_extra("heic") == f"/srv/env/bin/python -m pip install -e '{PACKAGE.parent}[heic]'"
     monkeypatch.setattr(extras, "PACKAGE", Path("/usr/lib/python3/site-packages/simpletune"))
     assert install_extra("heic") == "/srv/env/bin/python -m pip install 'simpletune[heic]'"
+    monkeypatch.setenv("SIMPLETUNE_CALLED_FROM", "/home/me")  # by train.sh: what is printed is typed elsewhere
+    assert login_command() == "cd /usr && /srv/env/bin/hf auth login"
     bare = [
         f"{file}: {line.strip()}"
         for file in sorted(PACKAGE.rglob("*.py"))

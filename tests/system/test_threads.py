@@ -14,6 +14,7 @@ import torch
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_chosen
 from simpletune.system import threads
+from simpletune.system.console import verbose
 from simpletune.system.options import UserError
 from simpletune.system.threads import ASKED, AUTO, WAITING, choose_threads, prepare_threads, usable_cores
 from simpletune.training.train import train
@@ -103,7 +104,8 @@ def test_a_resumed_run_keeps_its_number(
         monkeypatch.undo()
         monkeypatch.setenv(AUTO, "1")
         capsys.readouterr()
-        train(validate(config | {"train": config["train"] | {"steps": 2}}, "test"), resume="latest")
+        with verbose():
+            train(validate(config | {"train": config["train"] | {"steps": 2}}, "test"), resume="latest")
         assert torch.get_num_threads() == 8
         assert "threads 8 (auto: as at the run's first start)" in capsys.readouterr().out
     finally:

@@ -18,6 +18,7 @@ from tiny_runs import TrainOnce, merged, run_with, saved_weights
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.best_checkpoint import step_to_keep
+from simpletune.runs.checkpoint_folders import require_resumable
 from simpletune.runs.folder import (
     RunFile,
     append_metrics,
@@ -33,6 +34,7 @@ from simpletune.stages.step.train_step import TrainStep
 from simpletune.system import stage_timer as stages
 from simpletune.system.atomic import quarantine
 from simpletune.system.checksums import CHUNK, sha256_of
+from simpletune.system.console import verbose
 from simpletune.system.options import UserError
 
 SUMMARY_FIELDS = {
@@ -174,7 +176,8 @@ def test_resume_says_what_stays_although_it_was_changed(
     data = merged(tiny_config, validation={"loss_samples": 2}, speed={"threads": 1})
     run = copy_run(data | {"train": {"steps": 2}})
     changes = {"validation": {"loss_samples": 5, "every": 3}, "speed": {"threads": "auto"}}
-    run_with(data, "latest", train={"steps": 4}, **changes)
+    with verbose():
+        run_with(data, "latest", train={"steps": 4}, **changes)
     shown = capsys.readouterr().out
     assert (
         "resume  validation.loss_samples stays 2, because evaluations are compared sample by sample (2 -> 5)" in shown
@@ -182,7 +185,8 @@ def test_resume_says_what_stays_although_it_was_changed(
     assert 'resume  speed.threads stays 1, because another number changes rounding (1 -> "auto")' in shown
     assert "resume  changed validation.every: null -> 3" in shown and "evaluate 2 samples" in shown
     assert [len(row["eval_losses"]) for row in read_rows(run / "evaluations.jsonl")] == [2] * 4  # 0, 2, 3, 4
-    run_with(data, "latest", train={"steps": 5}, validation={"loss_samples": 0})
+    with verbose():
+        run_with(data, "latest", train={"steps": 5}, validation={"loss_samples": 0})
     shown = capsys.readouterr().out
     assert "resume  changed validation.loss_samples: 5 -> 0" in shown and "evaluate " not in shown
     assert [row["step"] for row in read_rows(run / "evaluations.jsonl")] == [0, 2, 3, 4]
@@ -243,6 +247,10 @@ def test_damage_anywhere_in_a_large_file_changes_its_checksum(tmp_path: Path) ->
 def test_resume_without_a_checkpoint(tiny_config: dict) -> None:
     with pytest.raises(UserError, match="has no checkpoint. Start without --resume"):
         run_with(tiny_config, "latest")
+    folder = Path(tiny_config["output"]["runs"]) / tiny_config["name"] / "checkpoints" / "step-000002"
+    folder.mkdir(parents=True)
+    with pytest.raises(UserError, match=rf"lastest does not exist. Did you mean latest\? The run has {folder}"):
+        require_resumable(validate(tiny_config, "test"), "lastest")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:

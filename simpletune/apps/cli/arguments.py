@@ -19,6 +19,7 @@ RUNS_HELP = "folder that contains the runs (default: runs)"
 PRECISION_HELP = "precision of the weights (default: the run's)"
 MODULATION_HELP = "plan: keep the modulation weights, a third of the model, in host memory"
 DEVICE_HELP = "default: the run's"
+VERBOSE_HELP = "print also what the tool chose and how it computes"
 OVERWRITE_HELP = "replace an existing file at --out"
 
 
@@ -30,6 +31,11 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=OVERRIDES_HELP)
+
+
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    """Add the option of verbs that print details."""
+    parser.add_argument("--verbose", action="store_true", help=VERBOSE_HELP)
 
 
 def read_config_arguments(args: argparse.Namespace, needs_model: bool = True) -> TrainConfig:

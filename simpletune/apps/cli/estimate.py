@@ -14,6 +14,7 @@ from simpletune.apps.cli.arguments import (
     positive,
     seconds,
 )
+from simpletune.system.console import verbose
 from simpletune.system.options import UserError
 from simpletune.system.startup import import_libraries
 
@@ -53,7 +54,7 @@ def estimate(args: argparse.Namespace) -> None:
         raise UserError(
             "--processes: hours and prices are predicted for one process only. Name one card, or leave out --processes"
         )
-    with simulate_one_of(args.processes):
+    with simulate_one_of(args.processes), verbose():  # what is settled for the run is a part of the answer
         print(estimate_config(args.config, args.overrides, args.device, args.reserve, args.json, args.prices))
 
 

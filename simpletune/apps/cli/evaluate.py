@@ -8,6 +8,7 @@ from pathlib import Path
 from simpletune.apps.cli.arguments import (
     DEVICE_HELP,
     PRECISION_HELP,
+    add_verbose,
     guidance,
     non_negative,
     number,
@@ -77,6 +78,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--choose", metavar="STEP", help="choose this step as the best without drawing; auto: by the scores"
     )
     parser.add_argument("--predict", action="store_true", help="predict memory and time without drawing")
+    add_verbose(parser)
 
 
 def report(args: argparse.Namespace) -> None:

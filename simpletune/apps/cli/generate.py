@@ -11,6 +11,7 @@ from simpletune.apps.cli.arguments import (
     OVERWRITE_HELP,
     PRECISION_HELP,
     RUNS_HELP,
+    add_verbose,
     guidance,
     non_negative,
     positive,
@@ -119,6 +120,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="FILE[:TOKEN]",
         help="a file of embeddings, used in prompts as TOKEN (default: its own); repeatable; adds to a run's own",
     )
+    add_verbose(parser)
     memory = parser.add_argument_group("less memory")
     memory.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto", "nf4"), help=PRECISION_HELP)
     memory.add_argument("--modulation", choices=("resident", "plan"), help=MODULATION_HELP)

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from simpletune import __version__
 from simpletune.apps.cli import control, data, doctor, estimate, evaluate, generate, lora, serve, start, train
-from simpletune.system.console import print_any_text
+from simpletune.system.console import print_any_text, verbose
 from simpletune.system.devices import prepare_environment
 from simpletune.system.options import UserError
 from simpletune.system.portable import peak_resident_bytes
@@ -184,7 +184,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         end_with_launcher()
         read_paths(args)
-        VERBS[args.verb][0](args)
+        with verbose(getattr(args, "verbose", False)):
+            VERBS[args.verb][0](args)
     except UserError as error:
         print(f"error: {printable(redact(str(error)))}", file=sys.stderr)
         return error.code

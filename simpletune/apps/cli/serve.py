@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from simpletune.apps.cli.arguments import DEVICE_HELP, MODULATION_HELP, PRECISION_HELP, RUNS_HELP, port, positive
+from simpletune.apps.cli.arguments import (
+    DEVICE_HELP,
+    MODULATION_HELP,
+    PRECISION_HELP,
+    RUNS_HELP,
+    add_verbose,
+    port,
+    positive,
+)
 from simpletune.apps.serve.limits import Limits
 from simpletune.system.extras import require_extra
 from simpletune.system.startup import import_libraries
@@ -67,6 +75,7 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"maximum characters of a prompt (default: {Limits.prompt})",
     )
     add("--max-body", type=positive, default=Limits.body, help=f"maximum bytes per request (default: {Limits.body})")
+    add_verbose(parser)
 
 
 def web(args: argparse.Namespace) -> None:

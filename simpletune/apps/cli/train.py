@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from simpletune.apps.cli.arguments import add_config, read_config_arguments
+from simpletune.apps.cli.arguments import add_config, add_verbose, read_config_arguments
 from simpletune.system.shell import quote_command
 from simpletune.system.signals import Stopped, handle_signals
 from simpletune.system.startup import import_libraries
@@ -34,7 +34,7 @@ def train(args: argparse.Namespace) -> None:
 
             run(config, args.resume, STARTED, args.force, args.estimate)
         except Stopped as stopped:
-            flags = [f"--{name}" for name in ("force", "estimate") if getattr(args, name)]
+            flags = [f"--{name}" for name in ("force", "estimate", "verbose") if getattr(args, name)]
             command = quote_command("simpletune", "train", args.config, *args.overrides, *flags, "--resume", "auto")
             stopped.args = (f"{stopped}. To continue: {command}",)
             raise
@@ -62,6 +62,7 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", metavar="auto|latest|PATH", help=RESUME)
     parser.add_argument("--force", action="store_true", help="start even if the run is not expected to fit")
     parser.add_argument("--estimate", action="store_true", help="predict the memory first; always on with CUDA")
+    add_verbose(parser)
 
 
 def finish(args: argparse.Namespace) -> None:
@@ -109,6 +110,7 @@ def prepare_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     about = "folder or URL of another cache (files or shards) to copy samples from instead of encoding them"
     parser.add_argument("--from", dest="source", metavar="CACHE", help=about)
+    add_verbose(parser)
 
 
 VERBS = {

@@ -100,7 +100,7 @@ def init_command(
         write_json(out, suggestion.config)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror or error}). Name another file with --out") from None
-    for line in _lines(suggestion, out, why_none):
+    for line in _lines(suggestion, out, why_none, verb):
         say(line)
     return out
 
@@ -172,7 +172,7 @@ def _command(
     return init if verb == "init" else f"{init} && {quote_command('simpletune', 'train', folder)}"
 
 
-def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
+def _lines(suggestion: Suggestion, out: Path, why_none: str, verb: str) -> Iterator[str]:
     from simpletune.commands.init.fit_card import model_findings
 
     if why_none:
@@ -186,6 +186,8 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
             for number, line in enumerate(finding.lines()):
                 yield f"{'model' if number == 0 else '':<10} {line.strip()}"
     yield f"{'written':<10} {out}"
+    if verb != "init":  # it goes on by itself
+        return
     yield f"{'next':<10} {quote_command('simpletune', 'check', out)}; {quote_command('simpletune', 'train', out)}"
 
 

@@ -23,7 +23,7 @@ from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.engine.profiling import summary
 from simpletune.engine.profiling.figures import read_events
 from simpletune.engine.profiling.profile_option import Profile
-from simpletune.system.console import say
+from simpletune.system.console import detail
 from simpletune.system.options import plural
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class EpochTraces:
         if shortest is None or shortest.warmup + shortest.active == wanted:
             return
         warm = f"after {shortest.warmup} of warm-up" if shortest.warmup else "without warm-up, so times are too high"
-        say(
+        detail(
             f"profile a trace needs {wanted} consecutive steps, and an epoch has {shortest.warmup + shortest.active} "
             f"between validation and saving: it records {plural(shortest.active, 'step')} {warm}. "
             "Increase data.repeats for longer epochs, or turn traces off with profile.max_traces=0"

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
 from simpletune.engine.kernels.fallback import is_of_the_kernel
-from simpletune.system.console import say
+from simpletune.system.console import detail
 from simpletune.system.printable import describe_exception
 
 Tile = tuple[int, int, int, int, int]
@@ -107,7 +107,7 @@ class _Tuner(Autotuner):
 
 @lru_cache(maxsize=len(TILES))
 def _say_left_out(tile: str, reason: str) -> None:
-    say(f"kernel  int8 products leave out a tile that fails here ({tile}): {reason}")
+    detail(f"kernel  int8 products leave out a tile that fails here ({tile}): {reason}")
 
 
 def tuner_of(kernel: Autotuner, tiles: Sequence[Tile], key: list[str]) -> Autotuner:
@@ -178,8 +178,8 @@ def run_tuned(
     except Exception as error:
         if not is_of_the_kernel(error):
             raise
-        say(f"kernel  int8 products of {' x '.join(map(str, shape[:3]))} use the smallest tile, because no other runs "
-            f"here: {describe_exception(error)}")  # fmt: skip
+        detail(f"kernel  int8 products of {' x '.join(map(str, shape[:3]))} use the smallest tile, because no "
+               f"other runs here: {describe_exception(error)}")  # fmt: skip
         _untunable.add(shape)
         return False
 

@@ -27,7 +27,7 @@ from simpletune.models.shared.parts import Part
 from simpletune.models.shared.weights import put_module
 from simpletune.system.atomic import quarantine, remove, remove_stale, temporary_path
 from simpletune.system.checksums import sha256_of
-from simpletune.system.console import say
+from simpletune.system.console import detail, say
 from simpletune.system.disk import DiskFull, free_disk_bytes
 from simpletune.system.locks import lock_of, wait_for_lock
 from simpletune.system.options import UserError, join_names
@@ -97,7 +97,7 @@ class QuantisedBase:
             else:
                 say(f"{damage}. Renamed to {place}; quantising again")
             return None
-        say(f"{self._what} loaded from the cache {self.folder}")
+        detail(f"{self._what} loaded from the cache {self.folder}")
         model.eval().requires_grad_(False)
         return model
 
@@ -119,7 +119,7 @@ class QuantisedBase:
                 "quantise again. Free some space, set output.cache to another disk, or set memory.cache_quantised=false"
             )
         else:
-            say(f"{self._what} cached in {self.folder} ({size / 2**30:.2f} GiB) for the next start")
+            detail(f"{self._what} cached in {self.folder} ({size / 2**30:.2f} GiB) for the next start")
         finally:
             remove(part)
         return model

@@ -25,7 +25,7 @@ from simpletune.engine.tensors import to_device
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part, explain_load_errors, require_tensor_shapes
 from simpletune.models.text.encoder import BATCH, CHUNK_BYTES, UNCHANGED, EncoderChanges, Tokens
-from simpletune.system.console import progress
+from simpletune.system.console import detail, progress
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import UserError, join_names
 from simpletune.system.safetensors_file import read_header
@@ -182,7 +182,7 @@ class LayeredEncoder:
         depth = max(self.taps) if self.taps else len(blocks)  # type: ignore[arg-type]
         tapped: list[Tensor] = []
         state: dict[str, Any] = {}
-        with progress(f"text  {self.title.lower()}", depth, "layers") as advance:
+        with progress(f"text  {self.title.lower()}", depth, "layers", detail) as advance:
             for number, block in enumerate(list(blocks)[:depth]):  # type: ignore[call-overload]
                 with self._loaded(block, f"{self.blocks}.{number}."):
                     masks = repeat(None) if mask is None else mask.split(batch_size)

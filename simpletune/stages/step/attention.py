@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.speed import Kernel
 from simpletune.models.shared.buckets import Size
-from simpletune.system.console import say
+from simpletune.system.console import detail
 from simpletune.system.options import UserError
 
 BACKENDS = {
@@ -116,5 +116,5 @@ def settle_attention(config: TrainConfig, sizes: Iterable[Size], device: torch.d
     asked, shapes = config.speed.attention, attention_calls(config, sizes)
     tried = shapes[:1] if asked == "auto" else shapes  # a requested one with all, so that none fails during the run
     found = [choose_kernel(asked, shape, device, config.precision.product_dtype()) for shape in tried][0]
-    say(f"attend  with the {found} kernel (speed.attention {asked})")
+    detail(f"attend  with the {found} kernel (speed.attention {asked})")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from simpletune.apps.cli import main
+from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
 from simpletune.system import console as terminal
-from simpletune.system.console import TrainingProgress, progress, say
+from simpletune.system.console import TrainingProgress, detail, progress, say
 
 ROOT = str(Path(__file__).resolve().parents[3])
 TRAINING = """
@@ -121,6 +124,30 @@ def test_a_narrow_terminal_never_wraps() -> None:
     assert all("loss" in part for part in bars)
 
 
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (80, "train   step  3/30  loss .* 0.5 s/step  20 s left  0.61 GiB RAM"),
+        (62, "train   step  3/30  loss .* 0.5 s/step  20 s left"),
+        (40, "train   step  3/30  20 s left"),
+    ],
+)
+def test_a_narrow_terminal_leaves_out_whole_parts(
+    columns: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The least important first; a cut one would say nothing."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(terminal, "LIVE_EVERY", 0.0)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    line = TrainingProgress(30, 0, 8, lambda: "0.61 GiB RAM", {"validate": 10, "save": None}, {"validate": 2.0})
+    for step in range(1, 4):
+        line.update(step, 1.0 / step, 0.5)
+    shown_now = line._stage._line
+    line._stage.end()
+    assert re.fullmatch(words, shown_now) and len(shown_now) + terminal.bar_width() + 1 <= columns
+
+
 def test_bars_of_nested_stages_are_all_taken_away() -> None:
     text = in_a_terminal(NESTED, 100)
     assert re.search(r"outer: 1/3 prompts.*\n.*inner \[x\]: 1/3 layers", text)
@@ -180,7 +207,35 @@ def test_the_pace_is_of_recent_steps_without_warm_up(capsys, monkeypatch: pytest
     assert "0.275 s/step" not in lines[-1] and "0.3 s/step" in lines[-1]
 
 
-def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_details_are_shown_if_asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the command's own run alone."""
+    monkeypatch.setitem(main.VERBS, "train", (lambda args: detail("attend  with a kernel"), main.VERBS["train"][1]))
+    for words, text in ((["--verbose"], "attend  with a kernel\n"), ([], "")):
+        assert main.main(["train", "demo", *words]) == 0
+        assert capsys.readouterr().out == text
+
+
+def test_the_watcher_is_told_what_is_done_when_it_begins_now_and_then_and_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter([0.0, 0.5, 1.0, 1.5, 2.5, 3.0])
+    monkeypatch.setattr(terminal.time, "perf_counter", lambda: next(clock))
+    told: list[str] = []
+    with terminal.watch_work(told.append):
+        with progress("drawing", 4, "pictures", detail) as advance:
+            for _ in range(4):
+                advance()
+        with terminal.working("saving"):
+            pass
+    assert told == ["drawing", "drawing 3 of 4 pictures", "drawing 4 of 4 pictures", "", "saving", ""]
+
+
+def test_metrics_can_be_read_after_every_step_and_what_is_done_beside_them_is_recorded(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command prints what a person needs: no word of kernels, and what to do next."""
+    tiny_config["validation"] = {"prompts": ["a dog"], "steps": 1, "guidance": 1, "loss_samples": 2}
+    tiny_config["output"]["report"] = True
     from simpletune.config.load import validate
     from simpletune.training.train import train
 
@@ -193,8 +248,32 @@ def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: py
             seen.append(len(read_metrics(folder)))
 
     monkeypatch.setattr("simpletune.training.trainer.TrainingProgress", Watching)
+    recorded: list[str] = []
+
+    def note_work(self: AttemptRecorder, words: str) -> None:
+        update(self, words)
+        recorded.append(json.loads((folder / "attempts.json").read_text())[-1]["doing"] if self.all else "")
+
+    update = AttemptRecorder.note_work
+    monkeypatch.setattr(AttemptRecorder, "note_work", note_work)
+    monkeypatch.setattr(terminal, "TELL_EVERY", 0.0)
     train(config)
     assert seen == [1, 2, 3, 4]
+    assert {"evaluating 2 of 2 samples", "drawing 1 of 1 picture"} <= set(recorded)
+    found = [words for words in recorded if words and " of " not in words]
+    first, last = found.index("evaluating"), len(found) - 1 - found[::-1].index("evaluating")
+    assert found[first + 1] == "drawing" and found[last - 1 :] == [
+        "saving the result",
+        "evaluating",
+        "drawing",
+        "writing the report",
+    ]
+    text = capsys.readouterr().out
+    for words in ("attend", "threads", "bucket", "forward passes", "prompts in", "evaluating", "drawing:"):
+        assert words not in text
+    compare, draw = text.splitlines()[-2:]
+    assert compare.endswith(f"simpletune compare --run {folder}")
+    assert draw.endswith(f"simpletune generate --run {folder} --prompt 'a dog'")
 
 
 def test_progress_is_told_now_and_then_and_counts_one_in_the_singular(

@@ -28,6 +28,7 @@ from simpletune.runs.report.charts import ChartLine, limits, svg_lines, ticks
 from simpletune.stages.png import save_png
 from simpletune.stages.sample import ImageRequest
 from simpletune.system.locks import exclusive
+from simpletune.system.shell import quote_command
 from simpletune.system.stage_timer import Stage
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'"
@@ -88,7 +89,7 @@ def test_the_page_says_how_far_a_run_is_and_what_mends_it(client: TestClient, tm
     assert answer.status_code == 200
     text = text_of(answer)
     assert "stopped step 12 of 120" in text and "by SIGTERM after step 12. It is saved and can continue" in text
-    assert f"simpletune train {run}/config.json --resume auto" in text
+    assert quote_command("simpletune", "train", run / "config.json", "--resume", "auto") in text
     assert "3.00 GiB: weights 2.00, activations 1.00" in text and "left" not in text
     assert 'id="draw-now"' not in answer.text and 'id="continue"' in answer.text
     assert "Best checkpoint: step 10" in text
@@ -99,6 +100,13 @@ def test_the_page_says_how_far_a_run_is_and_what_mends_it(client: TestClient, tm
         assert "running step 12 of 120, about 6 min 19 s left" in text
         assert "saves after step 20, in 16 s" in text and "evaluates and draws after step 25, in 26 s" in text
         assert 'id="draw-now"' in answer.text and 'id="continue"' not in answer.text
+        attempts = json.loads((run / "attempts.json").read_text())
+        (run / "attempts.json").write_text(json.dumps([attempts[0] | {"doing": "drawing 2 of 4 pictures"}]))
+        assert "step 12 of 120, drawing 2 of 4 pictures, about 6 min" in text_of(client.get("/run/one"))
+        predicted = json.loads((run / "predicted.json").read_text())
+        (run / "predicted.json").write_text(json.dumps(predicted | {"steps": 12}))  # the last step is done
+        assert "step 12 of 12, drawing 2 of 4 pictures\n" in text_of(client.get("/run/one"))
+    assert "drawing 2 of 4" not in text_of(client.get("/run/one")), "nothing trains it any more"
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:

@@ -530,9 +530,9 @@ def test_a_folder_is_trained_with_the_configuration_beside_it(tmp_path: Path, mo
     folder, file = write(tmp_path / "my pictures", 3, 64), tmp_path / "my pictures.json"
     monkeypatch.setattr(fit_card, "card_here", lambda: (None, "no driver"))
     no_photos = "this trains the tiny model: it draws flat figures of 64 px, no photos"
-    assert find_or_write_config(folder) == file and re.search(
-        f"written.*{no_photos}", capsys.readouterr().out, re.DOTALL
-    )
+    assert find_or_write_config(folder) == file
+    told = capsys.readouterr().out
+    assert re.search(f"written.*{no_photos}", told, re.DOTALL) and "next" not in told, "it goes on by itself"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"name": "mine"}))
     assert find_or_write_config(folder) == file and json.loads(file.read_text())["name"] == "mine"

@@ -25,6 +25,7 @@ from simpletune.engine.profiling.profile_option import Profile
 from simpletune.engine.profiling.traces import EpochTraces, Facts
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.train_step import TrainStep
+from simpletune.system.console import verbose
 from simpletune.system.options import UserError
 from simpletune.system.phases import phase
 from simpletune.training.checkpointer import Checkpointer
@@ -108,7 +109,8 @@ def test_one_window_an_epoch(tmp_path: Path) -> None:
 def test_short_epochs_are_traced_and_it_is_said(steps: int, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     said: list[str] = []
     traces = toy(tmp_path, said, 2 * steps, steps)
-    traces.announce(0)
+    with verbose():
+        traces.announce(0)
     shown = capsys.readouterr().out
     assert shown.count("profile a trace needs 3 consecutive steps") == (steps < 3)
     if steps < 3:
@@ -122,7 +124,8 @@ def test_short_epochs_are_traced_and_it_is_said(steps: int, tmp_path: Path, caps
 
 def test_what_stands_in_the_windows_way_is_said_of_a_resumed_run_too(tmp_path: Path, capsys) -> None:
     facts = Facts(interrupted=lambda step: step % 2 == 1)
-    toy(tmp_path, [], 20, 10, facts=facts).announce(4)
+    with verbose():
+        toy(tmp_path, [], 20, 10, facts=facts).announce(4)
     assert "an epoch has 2 between validation and saving" in capsys.readouterr().out
     toy(tmp_path, [], 20, 10, facts=facts, max_traces=0).announce(0)
     toy(tmp_path, [], 20, 10).announce(20)  # nothing is left to do

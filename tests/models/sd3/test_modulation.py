@@ -44,6 +44,7 @@ from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan
 from simpletune.stages.sample import ImageRequest, Sampler
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.batch_loader import TrainingPasses
+from simpletune.system.console import verbose
 from simpletune.system.options import ConfigError
 from simpletune.training import set_up as setting_up
 from simpletune.training.set_up import set_up
@@ -445,12 +446,14 @@ def require_auto(config_json: dict, on_host: bool, kind: str, why: str, capsys: 
     del config_json["memory"]["modulation"]
     config = validate(config_json, "test")
     assert config.memory.modulation == "auto"
-    settled = settle_modulation(config, on_host)
+    with verbose():
+        settled = settle_modulation(config, on_host)
     assert settled.memory == config.memory.model_copy(update={"modulation": kind})
     said = capsys.readouterr().out
     assert f"modulation {kind} (auto: " in said and why in said
     if config.model.architecture.modulation is not None:  # a resumed run keeps what it chose, if that is a choice
-        assert settle_modulation(config, on_host, "resident").memory.modulation == "resident"
+        with verbose():
+            assert settle_modulation(config, on_host, "resident").memory.modulation == "resident"
         assert "modulation resident (auto: as before)" in capsys.readouterr().out
         assert settle_modulation(config, on_host, "unknown").memory == settled.memory
         capsys.readouterr()
@@ -483,7 +486,8 @@ def test_a_resumed_run_keeps_what_auto_has_chosen(
     run_with(config_json, name="older", train={"steps": 1})
     for name in ("auto", "older"):
         capsys.readouterr()
-        resumed = run_with(config_json, "latest", name=name, memory=auto)  # on the CPU it would be resident
+        with verbose():
+            resumed = run_with(config_json, "latest", name=name, memory=auto)  # on the CPU it would be resident
         assert "modulation plan (auto: as before)" in capsys.readouterr().out
         assert losses_of(resumed) == whole
     assert json.loads((folder / "chosen.json").read_text())["modulation"] == "plan"

@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared import quantised_cache, weights
 from simpletune.runs.weights import BASE, load_weights
 from simpletune.system.atomic import STALE
+from simpletune.system.console import verbose
 from simpletune.system.options import UserError
 from simpletune.training.train import train
 
@@ -39,6 +40,13 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 def name_of(precision: WeightPrecision) -> str:
     return "-".join(str(value) for value in precision.model_dump().values())
+
+
+@pytest.fixture(autouse=True)
+def details() -> Iterator[None]:
+    """The cache says what it does to those who ask."""
+    with verbose():
+        yield
 
 
 @pytest.fixture

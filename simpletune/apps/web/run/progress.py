@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from simpletune.runs.report.charts import ChartLine, svg_lines
 from simpletune.runs.report.run_data import read_object
 from simpletune.system.console import TrainingProgress, duration
 from simpletune.system.options import Json
+from simpletune.system.shell import quote_command
 from simpletune.system.stage_timer import Stage
 
 FOLLOWED = ("loss", "lr", "grad_norm", "seconds")
@@ -33,7 +33,8 @@ class Progress:
     state: RunState  # the one on the page of all runs
     steps: int | None  # planned; None if not known yet
     pace: float | None  # median seconds of the last steps
-    left: str  # time; empty if unknown
+    doing: str  # beside the steps, such as ``drawing 2 of 4 pictures``; empty while it trains
+    left: str  # time; empty if unknown, and after the last step
     coming: list[str]  # interruptions, described
     stages: dict[str, Stage]
     predicted: Json  # memory by stage, as in ``estimate --json``; empty without a prediction
@@ -73,8 +74,9 @@ def read_progress(folder: Path) -> Progress:
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
     pace = statistics.median(seconds) if seconds else None
     stages = merged_stages(attempts)
+    doing = attempts[-1].doing if state.word == "running" and attempts else ""
     left, coming = "", []
-    if state.word == "running" and steps and pace and state.done:
+    if state.word == "running" and steps and pace and 0 < state.done < steps:
         every: dict[str, int | None] = {}
         for name, section in (("save", "checkpoint"), ("validate", "validation")):
             option = state.settings.get(section)
@@ -89,10 +91,10 @@ def read_progress(folder: Path) -> Progress:
             at = min((state.done // period + 1) * period, steps) if period else steps
             coming.append(f"{words} after step {at:,}, in {duration((at - state.done) * pace)}")
     trouble = trouble_of(state)
-    command = shlex.join(["simpletune", "train", str(folder / CONFIG), "--resume", "auto"]) if trouble else ""
+    command = quote_command("simpletune", "train", folder / CONFIG, "--resume", "auto") if trouble else ""
     predicted = planned.get("memory", planned.get("predicted"))
     found = predicted if isinstance(predicted, dict) else {}
-    return Progress(state, steps, pace, left, coming, stages, found, trouble, command)
+    return Progress(state, steps, pace, doing, left, coming, stages, found, trouble, command)
 
 
 def trouble_of(state: RunState) -> str:
