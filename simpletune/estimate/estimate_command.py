@@ -144,9 +144,7 @@ def resolve_auto(config: TrainConfig, card: Card | None, reserved: int) -> Train
     return share_of_process(config, processes)
 
 
-def time_of(
-    config: TrainConfig, prediction: Estimate, card: Card, prices: Path | None, reserved: int = 0
-) -> JobTime:
+def time_of(config: TrainConfig, prediction: Estimate, card: Card, prices: Path | None, reserved: int = 0) -> JobTime:
     """Predict the time and price of an estimated job on a card; ``prices``: file of the user's prices; ``reserved``:
     bytes of the card that other programs use."""
     price = card_price(card, config.output.prices, prices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from simpletune.estimate.estimate_command import GIB, describe_misfit, read_for_
 from simpletune.estimate.job_estimate import MIB
 from simpletune.estimate.job_time import job_time, larger_batch, speeds_of
 from simpletune.estimate.levers import changes_of_quality, effective_overrides
-from simpletune.estimate.planning import PlanResult, Search, batch_table, possible_resolutions
+from simpletune.estimate.planning import Count, PlanResult, Search, batch_table, possible_resolutions
 from simpletune.estimate.timing.timeline import StepSeconds
 from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silence
@@ -137,11 +137,11 @@ def _plan_cards(
         raise UserError(f"--goal {goal}: takes one card. Name one with --device, or use fastest or cheapest")
     known, plans = card_prices(prices, config.output.prices), list[CardPlan]()
     with counting("plan    search", "predictions") as count:
-        for card in cards:
+        for number, card in enumerate(cards):
             settled, price = settle_compute(config, card.capability), known.get(card.name.lower())
 
-            def here(last: str, card: Card = card) -> None:
-                count(f"{last} on {card.name}")
+            def here(last: str, share: float, card: Card = card, number: int = number) -> None:
+                count(f"{last} on {card.name}", (number + share) / len(cards))
 
             try:
                 plans.append((card, plan_for_card(settled, card, price, reserved, here)))
@@ -155,7 +155,7 @@ def plan_for_card(
     card: Card,
     price: Price | None,
     reserved: int = 0,
-    count: Callable[[str], object] = lambda last: None,
+    count: Count = lambda last, share: None,
 ) -> PlanResult:
     """Find the fastest settings on one card, and the time and price of the job with them; demo names must be resolved.
     Raises UserError if nothing fits."""

@@ -212,6 +212,7 @@ def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str
         "why": why,
         "error": figures.get("error"),
         "figures": figures,
+        "progress": live.estimator(roots).progress(key) if key and found is None else None,
     }
 
 

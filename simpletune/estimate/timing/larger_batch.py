@@ -94,9 +94,7 @@ def scaled_sections(sections: Sequence[StreamWork], factor: int) -> list[StreamW
             copied = section.stream != COMPUTE
             work = Counter[KernelWork]()
             for each, count in section.work.items():
-                fixed = each.kind.startswith("unpack") or (
-                    copied and each.kind in LINK and each.extents not in parked
-                )
+                fixed = each.kind.startswith("unpack") or (copied and each.kind in LINK and each.extents not in parked)
                 work[each if fixed else _scaled(each, factor)] += count
         found.append(replace(section, work=work))
     return found
