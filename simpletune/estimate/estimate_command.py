@@ -71,7 +71,7 @@ def estimate_config(
     prediction = estimate(config, (card or find_card(REFERENCE)).capability)
     time = None
     if card is not None and processes == 1:  # the time of communication between processes is not predicted
-        time = time_of(config, prediction, card, prices)
+        time = time_of(config, prediction, card, prices, reserved)
     if as_json:
         about = {"name": config.name, "processes": processes}
         timed = None if time is None else time.as_json()
@@ -144,10 +144,11 @@ def resolve_auto(config: TrainConfig, card: Card | None, reserved: int) -> Train
     return share_of_process(config, processes)
 
 
-def time_of(config: TrainConfig, prediction: Estimate, card: Card, prices: Path | None) -> JobTime:
-    """Predict the time and price of an estimated job on a card; ``prices``: file of the user's prices."""
+def time_of(config: TrainConfig, prediction: Estimate, card: Card, prices: Path | None, reserved: int = 0) -> JobTime:
+    """Predict the time and price of an estimated job on a card; ``prices``: file of the user's prices; ``reserved``:
+    bytes of the card that other programs use."""
     price = card_price(card, config.output.prices, prices)
-    return job_time(config, prediction.job, card, prediction.counts, price)
+    return job_time(config, prediction.job, card, prediction.counts, price, reserved=reserved)
 
 
 def compare_cards(
@@ -164,7 +165,7 @@ def compare_cards(
             prediction = estimate(config, card.capability)
             why = "" if prediction.fits(card, reserved) else "does not fit"
             why = "has no bf16" if describe_misfit(config, card) else why
-            time = time_of(config, prediction, card, prices)
+            time = time_of(config, prediction, card, prices, reserved)
             rows.append((time, why))
             figures.append(
                 {**time.as_json(), "needed_mib": round(prediction.needed_bytes() / MIB), "why_not": why or None}

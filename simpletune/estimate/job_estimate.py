@@ -38,11 +38,12 @@ from simpletune.runs.folder import read_json_or_none
 from simpletune.stages.plan_data import make_plan
 from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.atomic import write_json
+from simpletune.system.console import expecting
 from simpletune.system.environment import LIBRARIES, version_or_none
 from simpletune.system.gpus import Card
 from simpletune.system.hub import cached_folder
 from simpletune.system.options import Json, UserError
-from simpletune.system.startup import ensure_libraries
+from simpletune.system.startup import ensure_libraries, libraries_loaded
 
 if TYPE_CHECKING:
     from simpletune.estimate.simulate.simulate import SimulatedTraining
@@ -194,16 +195,36 @@ def estimate(
     size = size or square_size(config)
     job = known_job(config, capability, size)
     if job is None:
-        ensure_libraries()
-        from simpletune.estimate.simulate.simulate_stages import simulate_parts
+        usual = usual_seconds(config, trained is None)
+        with expecting(f"predict {config.name}", usual) as begin:
+            ensure_libraries()
+            from simpletune.estimate.simulate.simulate_stages import simulate_parts
 
-        job = simulate_parts(config, size, capability, trained)
+            job = simulate_parts(config, size, capability, trained, begin)
         file = cache_file(config, capability, size)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, job.as_json(), shared=True)
     # It serves all cards of an attention kernel.
     job = with_workspaces(job, capability, config.speed.deterministic)
     return needs_of(config, job, size)
+
+
+def usual_seconds(config: TrainConfig, trains: bool = True) -> dict[str, float]:
+    """Return the usual seconds of a simulation's parts, in order; ``trains``: whether the training stage is among them.
+
+    Of one core of an Intel Xeon (29 November 2026): 1.2 s of training for SD3 Medium's 682 weights, 4.6 s for SDXL's
+    1,680. Only their proportions matter once one part is done.
+    """
+    weights = len(config.model.architecture.known_shapes())
+    generates = 1.0 * (config.validation.prompts != [])
+    return {
+        "libraries": 0.0 if libraries_loaded() else 3.7,
+        "text": 0.7,
+        "train": trains * 0.0025 * weights,
+        "validate": 0.0003 * weights * bool(config.validation.loss_samples) + 0.0015 * weights * generates,
+        "class": 0.0015 * weights * isinstance(config.prior, ClassImages),
+        "latents": 0.2,
+    }
 
 
 def known_job(config: TrainConfig, capability: tuple[int, int], size: Size) -> JobReport | None:

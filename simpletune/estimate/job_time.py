@@ -11,9 +11,11 @@ from simpletune.config.prior import ClassImages
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import choose_validation_samples, drift_prompts, has_start
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
+from simpletune.estimate.job_estimate import needed_bytes
 from simpletune.estimate.simulate.reports import SIMULATED, JobReport, parts_in_steps
 from simpletune.estimate.timing.constants import FOLDER, read_constants
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.estimate.timing.larger_batch import LargerBatch, find_larger_batch
 from simpletune.estimate.timing.sections import StreamWork
 from simpletune.estimate.timing.speeds import CalibratedSpeeds, ScaledSpeeds, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
@@ -50,6 +52,8 @@ class JobTime:
     """Origin of the speeds."""
     price: Price | None = None
     """Price per hour, if it is known."""
+    larger: LargerBatch | None = None
+    """A larger micro-batch that fits and takes clearly less time for a picture."""
 
     @property
     def seconds(self) -> float:
@@ -73,9 +77,11 @@ class JobTime:
             "seconds": round(self.seconds, 2),
             "seconds_by_stage": {name: round(seconds, 4) for name, seconds in self.stages.items()},
             "bound_by": self.step.bound,
+            "limited_by": self.step.limit,
             "seconds_of_step_by_use": {name: round(seconds, 5) for name, seconds in self.step.device.items()},
             "host_seconds_of_step": round(self.step.host, 5),
             "speeds": self.source,
+            "larger_batch": None if self.larger is None else self.larger.as_json(),
         }
         if self.price is not None:
             found |= {"cost": round(self.cost or 0.0, 4), "price": self.price.model_dump()}
@@ -105,6 +111,7 @@ def job_time(
     counts: DataCounts | None = None,
     price: Price | None = None,
     core: float | None = None,
+    reserved: int = 0,
 ) -> JobTime:
     """Predict the time of a job on a card.
 
@@ -112,6 +119,7 @@ def job_time(
         counts: only what it leaves out is taken to be cached. None: the data set was not read, and its stages are left
             out.
         core: ``host_probes.core_seconds`` of the machine, if it is this one.
+        reserved: bytes of the card that other programs use.
     """
     speeds, interval, source = speeds_of(card, config.output.cache_folder, core)
     step = step_seconds(job.train.sections, speeds)
@@ -139,7 +147,27 @@ def job_time(
     checkpoint, result = checkpoint_bytes(config)
     saved = times_due(config.checkpoint.every, steps) * checkpoint + result
     stages["save"] = saved * speeds.rates.get("write_byte", WRITE_BYTE)
-    return JobTime(card, step, steps, per_epoch, stages, interval, source, price)
+    larger = larger_batch(config, job, card, speeds, counts, reserved)
+    return JobTime(card, step, steps, per_epoch, stages, interval, source, price, larger)
+
+
+def larger_batch(
+    config: TrainConfig, job: JobReport, card: Card, speeds: Speeds, counts: DataCounts | None, reserved: int = 0
+) -> LargerBatch | None:
+    """Find a larger micro-batch that takes clearly less time for a picture, and that the configuration's rules, its
+    data and the card allow."""
+    train, peak = config.train, job.stages["train"].bytes if job.stages else 0
+    workspaces = peak - job.train.peak.bytes
+
+    def may(factor: int, step_bytes: int) -> bool:
+        larger = train.micro_batch * factor
+        return (
+            needed_bytes(step_bytes + workspaces) + reserved <= card.bytes
+            and (counts is None or counts.samples >= larger)
+            and (train.global_batch is None or train.global_batch % larger == 0)
+        )
+
+    return find_larger_batch(job.train.sections, speeds, train, job.train.phases, may)
 
 
 def step_range(sections: Sequence[StreamWork], speeds: DatasheetSpeeds, step: StepSeconds) -> tuple[float, float]:

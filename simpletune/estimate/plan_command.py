@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +16,9 @@ from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.estimate_command import GIB, describe_misfit, read_for_estimate
 from simpletune.estimate.job_estimate import MIB
-from simpletune.estimate.job_time import job_time, speeds_of
+from simpletune.estimate.job_time import job_time, larger_batch, speeds_of
 from simpletune.estimate.levers import changes_of_quality, effective_overrides
-from simpletune.estimate.planning import PlanResult, Search, batch_table, possible_resolutions
+from simpletune.estimate.planning import Count, PlanResult, Search, batch_table, possible_resolutions
 from simpletune.estimate.timing.timeline import StepSeconds
 from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silence
@@ -82,6 +82,7 @@ def plan_config(
                     "settings": effective_overrides(config, each.choice.config, each.choice.overrides),
                     "needed_mib": round(each.estimate.needed_bytes() / MIB, 1),
                     "seconds_per_step": each.step_time.seconds,
+                    "limited_by": each.step_time.limit,
                     "costs": list(describe_settings(config, each)),
                 }
                 for each in results
@@ -96,6 +97,10 @@ def plan_config(
             for number, each in enumerate(results, 1):
                 lines += ["", *describe_result(number, each, best, config)]
             lines += [] if in_int8 is None else ["", describe_int8(in_int8, best)]
+        speeds = speeds_of(card, config.output.cache_folder)[0]
+        larger = larger_batch(best.choice.config, best.estimate.job, card, speeds, best.estimate.counts, reserved)
+        figures |= {"larger_batch": None if larger is None else larger.as_json()}
+        lines += [] if larger is None else ["", larger.words]
         changes = effective_overrides(config, best.choice.config, best.choice.overrides)
         if out is not None:
             merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
@@ -132,11 +137,11 @@ def _plan_cards(
         raise UserError(f"--goal {goal}: takes one card. Name one with --device, or use fastest or cheapest")
     known, plans = card_prices(prices, config.output.prices), list[CardPlan]()
     with counting("plan    search", "predictions") as count:
-        for card in cards:
+        for number, card in enumerate(cards):
             settled, price = settle_compute(config, card.capability), known.get(card.name.lower())
 
-            def here(last: str, card: Card = card) -> None:
-                count(f"{last} on {card.name}")
+            def here(last: str, share: float, card: Card = card, number: int = number) -> None:
+                count(f"{last} on {card.name}", (number + share) / len(cards))
 
             try:
                 plans.append((card, plan_for_card(settled, card, price, reserved, here)))
@@ -150,7 +155,7 @@ def plan_for_card(
     card: Card,
     price: Price | None,
     reserved: int = 0,
-    count: Callable[[str], object] = lambda last: None,
+    count: Count = lambda last, share: None,
 ) -> PlanResult:
     """Find the fastest settings on one card, and the time and price of the job with them; demo names must be resolved.
     Raises UserError if nothing fits."""
@@ -188,6 +193,7 @@ def plan_json(card: Card, plan: PlanResult | str) -> dict[str, object]:
         "about": plan.choice.about,
         "needed_bytes": plan.estimate.needed_bytes(),
         "seconds_per_step": plan.step_time.seconds,
+        "limited_by": plan.step_time.limit,
         "seconds": plan.seconds,
         "cost": plan.cost,
         "price": None if price is None else price.model_dump(),
@@ -230,7 +236,7 @@ def describe_result(number: int, result: PlanResult, best: PlanResult, config: T
     yield f"   predicted MiB: training {estimate.stages['train'].bytes / MIB:,.0f}, {whole}, {needed}"
     yield f"   host memory about {sum(estimate.host.values()) / GIB:.1f} GiB"
     why = _describe_difference(result.step_time, best.step_time) if number > 1 else ""
-    yield f"   expected: {result.step_time.seconds:.2f} s/step{why}"
+    yield f"   expected: {result.step_time.seconds:.2f} s/step, limited by the {result.step_time.limit}{why}"
     yield from (f"   {line}" for line in describe_settings(config, result))
     for text in effective_overrides(config, choice.config, choice.overrides):
         yield f"   {text}"

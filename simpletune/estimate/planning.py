@@ -37,6 +37,8 @@ from simpletune.system.gpus import Card
 from simpletune.system.options import UserError, plural
 from simpletune.system.startup import pause_collection
 
+Count = Callable[[str, float], object]
+LISTS = 0.7  # of a search's time, about: the rest predicts whole jobs
 WORTH = 1.05  # a setting that may cost quality must be faster by this factor
 TILES = (512, 256)  # pixels
 FEED_FORWARD_TILE = 1024  # tokens
@@ -95,16 +97,15 @@ class Search:
         config: configuration with the model's demo name resolved.
         card: card that the settings must fit on.
         reserved: bytes of the card that other programs use.
-        count: called with a description after every prediction.
+        count: called after every prediction, with its description and the share of the search that is done, about.
     """
 
-    def __init__(
-        self, config: TrainConfig, card: Card, reserved: int = 0, count: Callable[[str], object] = lambda last: None
-    ):
+    def __init__(self, config: TrainConfig, card: Card, reserved: int = 0, count: Count = lambda last, share: None):
         self.config = config
         self.card = card
         self.reserved = reserved
         self.count = count
+        self._share = 0.0
         self.speeds = speeds_of(card, config.output.cache_folder)[0]
         self._workspace = cublas_workspace(card.capability, deterministic=config.speed.deterministic)
         self._limit = largest_peak(card, reserved) - self._workspace + MIB  # nothing above it fits
@@ -117,7 +118,9 @@ class Search:
         chosen: list[SettingChanges] = []
         spare: list[SettingChanges] = []  # the next candidates: they fit but are slower
         bound: int | None = None  # the first list takes the most memory, so an index that fits there fits in every list
-        for number, candidates in enumerate(candidate_lists(self.config, self.card)):
+        lists = list(candidate_lists(self.config, self.card))
+        for number, candidates in enumerate(lists):
+            self._share = LISTS * number / len(lists)
             if chosen and candidates[0].last_resort:
                 continue
             configs = [each.config for each in candidates]
@@ -134,6 +137,7 @@ class Search:
             ranked += sorted(spare, key=self._cost)
         results: list[PlanResult] = []
         for choice in ranked:
+            self._share = LISTS + (1 - LISTS) * len(results) / SHOWN
             results += self._fit_whole_job(choice)
             if len(results) == SHOWN:
                 break
@@ -143,6 +147,9 @@ class Search:
                 "(data.resolution=512), one at a time (train.batch_size=1), or a larger card"
             )
         return results
+
+    def _count(self, last: str) -> None:
+        self.count(last, self._share)
 
     def _cost(self, choice: SettingChanges) -> float:
         """Compute seconds per sample, with a surcharge for settings that may cost quality."""
@@ -187,7 +194,7 @@ class Search:
             assert config is not None
             trained = self._trained.pop(config.model_dump_json(), None)
             whole = estimate(config, self.card.capability, trained=trained)
-            self.count(f"a whole job of {whole.peak.bytes / MIB:,.0f} MiB")
+            self._count(f"a whole job of {whole.peak.bytes / MIB:,.0f} MiB")
             if whole.fits(self.card, self.reserved):
                 words = choice.about + (f", tiles of {tile} px" if tile else "")
                 chosen = SettingChanges((*choice.overrides, *more), config, words, choice.lossy, choice.last_resort)
@@ -215,7 +222,7 @@ class Search:
             return self._has_room(self.report(config, self._limit))
         except OutOfMemory as error:
             self._too_large.add(key)
-            self.count(f"a step of more than {error.bytes / MIB:,.0f} MiB")
+            self._count(f"a step of more than {error.bytes / MIB:,.0f} MiB")
             return False
 
     def _has_room(self, report: StepReport) -> bool:
@@ -241,7 +248,7 @@ class Search:
 
         if key not in self._known:
             self._known[key] = cached_step(config, simulated, limit)
-            self.count(f"a step of {self._known[key].peak.bytes / MIB:,.0f} MiB")
+            self._count(f"a step of {self._known[key].peak.bytes / MIB:,.0f} MiB")
         return self._known[key]
 
 

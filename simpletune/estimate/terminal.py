@@ -13,6 +13,11 @@ from simpletune.system.options import Json, plural
 
 WIDTH = 40  # characters of the longest bar
 SIGNS = "█▓▚▒░▞·"  # of KINDS
+LIMIT_ADVICE = {
+    "host": "Python queues the work more slowly than this card does it: a cheaper card may be as fast",
+    "link": "copies from and to host memory take longer than the computation: plan finds what may stay on the card",
+}
+"""What to do where something other than the card limits a step."""
 
 
 def estimate_lines(name: str, estimate: Estimate, card: Card | None, reserved: int = 0) -> Iterator[str]:
@@ -120,8 +125,12 @@ def time_lines(time: JobTime) -> Iterator[str]:
     yield (
         f"    a step {format_duration(step.seconds)} "
         f"({format_duration(step.seconds * low)} to {format_duration(step.seconds * high)}), "
-        f"bound by {step.bound}: {', '.join(large)}"
+        f"limited by the {step.limit} ({step.bound}): {', '.join(large)}"
     )
+    if (advice := LIMIT_ADVICE.get(step.limit)) is not None:
+        yield f"    {advice}"
+    if time.larger is not None:
+        yield f"    {time.larger.words}"
     if time.per_epoch is not None:
         yield f"    an epoch of {time.per_epoch} steps {format_duration(time.per_epoch * step.seconds)}"
     stages = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in time.stages.items() if seconds)
@@ -140,7 +149,7 @@ def card_table(name: str, rows: Sequence[tuple[JobTime, str]]) -> Iterator[str]:
     priced = [time for time in able if time.price is not None]
     cheapest = min(priced, key=lambda time: time.cost or 0.0, default=None)
     yield f"{name}: predicted time and price"
-    yield f"  {'card':<14}{'s/step':>9}  {'bound by':<10}{'hours':>8}{'from':>8}{'to':>8}{'price':>10}  note"
+    yield f"  {'card':<14}{'s/step':>9}  {'limited by':<10}{'hours':>8}{'from':>8}{'to':>8}{'price':>10}  note"
     for time, why in rows:
         (low, high), hours = time.interval, time.seconds / 3600
         marks = [word for word, best in (("fastest", fastest), ("cheapest", cheapest)) if time is best]
@@ -149,7 +158,7 @@ def card_table(name: str, rows: Sequence[tuple[JobTime, str]]) -> Iterator[str]:
             notes.append("no price known: give one with --prices")
         money = "" if time.price is None else f"{time.cost:.2f} {time.price.currency or ''}".rstrip()
         yield (
-            f"  {time.card.name:<14}{time.step.seconds:>9.3f}  {time.step.bound:<10}{hours:>8.2f}{hours * low:>8.2f}"
+            f"  {time.card.name:<14}{time.step.seconds:>9.3f}  {time.step.limit:<10}{hours:>8.2f}{hours * low:>8.2f}"
             f"{hours * high:>8.2f}{money:>10}  {', '.join(notes)}".rstrip()
         )
     yield ""

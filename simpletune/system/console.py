@@ -34,6 +34,11 @@ _SILENT: list[bool] = []
 _VERBOSE: list[bool] = []
 _LISTENER: ContextVar[Callable[[int, int], None] | None] = ContextVar("listener", default=None)
 _WATCHER: ContextVar[Callable[[str], None] | None] = ContextVar("watcher", default=None)
+TICK = 0.25  # seconds between looks at work that does not count itself
+NEARLY = 0.95  # of a part that takes longer than usual
+LEAST_PACE = 0.3  # of the usual seconds: some parts may have been cached
+_DRAWING = threading.RLock()  # several threads may show progress
+_PREDICTED: ContextVar[Callable[[float, str, float], None] | None] = ContextVar("predicted", default=None)
 
 
 def print_any_text() -> None:
@@ -137,6 +142,7 @@ class _Stage:
         self.live = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self.due = start + (LIVE_EVERY if self.live else PLAIN_EVERY)  # time of the next line
         self._total, self._line = total, ""
+        self._silent = bool(_SILENT)
         self._bar: TaskID | None = None
 
     def show(self, now: float, done: int, line: str) -> None:
@@ -144,22 +150,24 @@ class _Stage:
         self.due, self._line = now + (LIVE_EVERY if self.live else PLAIN_EVERY), line
         if not self.live:
             say(line)
-        elif not _SILENT and is_first_process():
-            _Stage.bars = _Stage.bars or _start_bars()
-            if self._bar is None:
-                self._bar = _Stage.bars.add_task(line, total=self._total)
-            _Stage.bars.update(self._bar, completed=done, description=line, refresh=True)
+        elif not self._silent and is_first_process():
+            with _DRAWING:
+                _Stage.bars = _Stage.bars or _start_bars()
+                if self._bar is None:
+                    self._bar = _Stage.bars.add_task(line, total=self._total)
+                _Stage.bars.update(self._bar, completed=done, description=line, refresh=True)
 
     def end(self, keep: bool = False) -> None:
         """Remove the bar, if any; ``keep``: leave its last line."""
         if self._bar is None or _Stage.bars is None:
             return
-        _Stage.bars.remove_task(self._bar)
-        _Stage.bars.refresh()
-        self._bar = None
-        if not _Stage.bars.tasks:
-            _Stage.bars.stop()
-            _Stage.bars = None
+        with _DRAWING:
+            _Stage.bars.remove_task(self._bar)
+            _Stage.bars.refresh()
+            self._bar = None
+            if not _Stage.bars.tasks:
+                _Stage.bars.stop()
+                _Stage.bars = None
         if keep:
             say(self._line)
 
@@ -226,21 +234,93 @@ def progress(what: str, total: int, unit: str, at_end: Callable[[str], None] = s
 
 
 @contextmanager
-def counting(what: str, unit: str) -> Iterator[Callable[[str], None]]:
-    """Show progress of work whose total is unknown; yield a function that counts one item and takes its name."""
+def counting(what: str, unit: str) -> Iterator[Callable[..., None]]:
+    """Show progress of work whose total is unknown; yield a function that counts one item, and takes its name and
+    perhaps the share of the work that is done."""
     start = time.perf_counter()
     done, stage = 0, _Stage(None, start)
 
-    def count(last: str) -> None:
+    def count(last: str, share: float = 0.0) -> None:
         nonlocal done
         done += 1
         now = time.perf_counter()
         if now >= stage.due:
-            stage.show(now, done, f"{what}: {done} {unit} in {duration(now - start)}, the last {last}")
+            left = f", about {duration((now - start) * (1 / share - 1))} left" if share else ""
+            stage.show(now, done, f"{what}: {done} {unit} in {duration(now - start)}{left}, the last {last}")
 
     try:
         yield count
     finally:
+        stage.end()
+
+
+class Pace:
+    """How far work is that has parts, from their usual seconds and the pace so far.
+
+    Args:
+        usual: seconds of each part, in order.
+        now: when the first part begins, by any clock.
+    """
+
+    def __init__(self, usual: Mapping[str, float], now: float):
+        self.part = next(iter(usual), "")
+        self._usual, self._start = dict(usual), now
+        self._place = (0.0, now)  # the usual seconds before this part, and when it began
+
+    def begin(self, part: str, now: float) -> None:
+        """Begin a part."""
+        names = list(self._usual)
+        self._place, self.part = (sum(self._usual[name] for name in names[: names.index(part)]), now), part
+
+    def look(self, now: float) -> tuple[float, float]:
+        """Return the share of the work that is done, and the seconds left."""
+        (before, began), total = self._place, sum(self._usual.values())
+        pace = max(LEAST_PACE, (began - self._start) / before) if before else 1.0
+        done = before + min((now - began) / pace, NEARLY * self._usual[self.part])
+        return done / total, (total - done) * pace
+
+
+@contextmanager
+def watch_progress(watcher: Callable[[float, str, float], None]) -> Iterator[None]:
+    """Tell a function, within this context and thread, what ``expecting`` shows: the share done, the part in words and
+    the seconds left. Another thread calls it."""
+    token = _PREDICTED.set(watcher)
+    try:
+        yield
+    finally:
+        _PREDICTED.reset(token)
+
+
+@contextmanager
+def expecting(what: str, usual: Mapping[str, float]) -> Iterator[Callable[[str], None]]:
+    """Show, on a terminal or to a watcher, how far work is whose parts usually take some seconds, with the time left;
+    yield a function that begins a part."""
+    start = time.perf_counter()
+    pace, stage, watcher = Pace(usual, start), _Stage(100), _PREDICTED.get()
+    ended = threading.Event()
+
+    def begin(part: str) -> None:
+        pace.begin(part, time.perf_counter())
+
+    def tick() -> None:
+        while not ended.wait(TICK):
+            now = time.perf_counter()
+            share, left = pace.look(now)
+            if watcher is not None:
+                watcher(share, pace.part, left)
+            else:
+                stage.show(now, int(100 * share), f"{what}: {pace.part}, about {duration(left)} left")
+
+    if watcher is None and (_SILENT or not stage.live):
+        yield begin
+        return
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield begin
+    finally:
+        ended.set()
+        thread.join()
         stage.end()
 
 

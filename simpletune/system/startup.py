@@ -36,8 +36,13 @@ def import_libraries() -> None:
 
 def ensure_libraries() -> None:
     """Import the heavy libraries unless they are in use: what uses them must not be frozen."""
-    if REMEMBER_IT[-1] not in sys.modules:
+    if not libraries_loaded():
         import_libraries()
+
+
+def libraries_loaded() -> bool:
+    """Return whether the heavy libraries have been imported."""
+    return REMEMBER_IT[-1] in sys.modules
 
 
 def freeze() -> None:

@@ -288,3 +288,22 @@ def test_an_unreadable_calibration_stops_no_run(
     plan = type("Plan", (), {"largest": lambda self: (32, 32), "steps_per_epoch": 1})()
     assert forecasting.estimate_time(config, None, torch.device("cpu"), plan) is None  # type: ignore[arg-type]
     assert "the time is not predicted" in capsys.readouterr().out
+
+
+def test_a_larger_batch_is_possible_by_rules_data_and_memory(tiny_config: dict) -> None:
+    job = a_job()
+    job.train.sections[0].host["operation"] = 1000  # 10 ms, and 4 of traffic
+    half = replace(job.train, phases={"forward": MemorySnapshot(2 * 2**30, {"activations": 2 * 2**30})})
+    job, card = replace(job, train=half), replace(L4, bandwidth=3000.0)
+
+    def found(counts: DataCounts | None = None, reserved: int = 0, **train: object) -> Json | None:
+        config = validate(tiny_config | {"train": {"steps": 9, "batch_size": 2} | train}, "x")
+        data = job_time(config, job, card, counts, reserved=reserved).as_json()
+        assert data["limited_by"] == "host"
+        return data["larger_batch"]  # type: ignore[return-value]
+
+    larger = found()
+    assert larger is not None and larger["batch_size"] == 8 and larger["words"].startswith("train.batch_size=8: ")
+    for less in (found(reserved=16 * 2**30), found(COUNTS._replace(samples=7, pixels=0)), found(global_batch=4)):
+        assert less is not None and less["batch_size"] == 4
+    assert found(global_batch=2) is None and found(COUNTS._replace(samples=3, pixels=0)) is None

@@ -1,4 +1,4 @@
-"""The live line: predictions by ``estimate`` in child processes, one at a time, cached in ``runs/.web/estimates``."""
+"""The live line: predictions by ``estimate`` in a child process, one at a time, cached in ``runs/.web/estimates``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from simpletune.estimate.estimate_command import shipped_json
 from simpletune.estimate.stored import versions
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import machine_name, write_json
+from simpletune.system.console import duration
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json
 
@@ -74,8 +75,19 @@ class Estimator:
         self.roots = roots
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str, EstimateRequest] = OrderedDict()
-        self._running: tuple[str, str, subprocess.Popen[str]] | None = None  # form, key, process
+        self._running: tuple[str, str] | None = None  # form, key
+        self._progress: tuple[float, str, float] | None = None  # of the running one: share, part, seconds left
+        self._predictor: subprocess.Popen[str] | None = None  # stays for the next request
         self._thread: threading.Thread | None = None
+
+    def progress(self, key: str) -> Json | None:
+        """Return how far the prediction of a key is: the share done, the part in words, the time left in words; None if
+        it is not running, or has not said yet."""
+        with self._lock:
+            if self._running is None or self._running[1] != key or self._progress is None:
+                return None
+            share, part, left = self._progress
+        return {"share": round(share, 2), "words": part, "left": duration(left)}
 
     def want(self, form: str, request: EstimateRequest) -> None:
         """Predict for a form, and drop what it wanted before."""
@@ -84,8 +96,9 @@ class Estimator:
             running = self._running
             if running is not None and running[1] == request.key:
                 return
-            if running is not None and running[0] == form:
-                running[2].kill()
+            if running is not None and running[0] == form and self._predictor is not None:
+                self._predictor.kill()
+                self._predictor = None
             self._waiting[form] = request
             while len(self._waiting) > MOST:
                 self._waiting.popitem(last=False)
@@ -109,43 +122,78 @@ class Estimator:
                 self._thread = None
                 return False
             form, request = self._waiting.popitem()
-            process = None if _file(self.roots, request.key).exists() else self._begin(request)
-            self._running = None if process is None else (form, request.key, process)
-        if process is not None:
-            self._finish(request, process)
+            if _file(self.roots, request.key).exists():
+                return True
+            predictor = self._begin(request)
+            self._running, self._progress = (form, request.key), None
+        self._finish(request, predictor)
         return True
 
     def _begin(self, request: EstimateRequest) -> subprocess.Popen[str]:
-        folder = self.roots.own / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        """Hand a request to the predictor that waits for one, or to a new one."""
+        (self.roots.own / FOLDER).mkdir(parents=True, exist_ok=True)
         config = self._config(request)
         write_json(config, request.data)
         words = ["estimate", str(config), "--json", *(["--device", request.device] if request.device else [])]
-        pipe = subprocess.PIPE
-        return processes.spawn(self.roots, "simpletune", words, text=True, stdout=pipe, stderr=pipe)
+        old = self._predictor
+        if old is None or old.poll() is not None or not _ask(old, words):  # it may end while it is asked
+            pipe = subprocess.PIPE
+            module = "simpletune.apps.web.predictor"
+            self._predictor = old = processes.spawn(self.roots, module, [], text=True, stdin=pipe, stdout=pipe)
+            _ask(old, words)
+        return old
 
     def _config(self, request: EstimateRequest) -> Path:
         """Write a request's configuration to a file: this page's own, since it is removed at the end."""
         return self.roots.own / FOLDER / f"{request.key}.{machine_name()}-{os.getpid()}.config.json"
 
-    def _finish(self, request: EstimateRequest, process: subprocess.Popen[str]) -> None:
-        out, err = process.communicate()
+    def _finish(self, request: EstimateRequest, predictor: subprocess.Popen[str]) -> None:
+        """Follow a request to its end, and cache the answer."""
+        answer: Json | None = None
+        assert predictor.stdout is not None
+        while answer is None and (line := predictor.stdout.readline()).endswith("\n"):  # not cut off by its end
+            said = json.loads(line)
+            if isinstance(said, dict):
+                answer = said
+            else:
+                with self._lock:
+                    self._progress = tuple(said)
         with self._lock:
-            self._running = None
-        folder, code = self.roots.own / FOLDER, process.returncode
-        self._config(request).unlink(missing_ok=True)
-        if code < 0:  # dropped for a newer request
+            dropped = answer is None and self._predictor is not predictor  # for a newer request
+            if answer is None and not dropped and predictor.wait() == 0:  # had just ended for want of work
+                again = self._begin(request)
+            else:
+                again, self._running, self._progress = None, None, None
+        if again is not None:
+            self._finish(request, again)
             return
-        if code == 0:
-            found: Json = json.loads(out[out.index("{") :])
+        folder = self.roots.own / FOLDER
+        self._config(request).unlink(missing_ok=True)
+        if dropped:
+            predictor.wait()
+            return
+        if answer is None:
+            found: Json = {"error": f"estimate ended with code {predictor.wait()}"}
+        elif answer["code"] == 0:
+            found = json.loads(answer["out"][answer["out"].index("{") :])
         else:
-            lines = [line for line in err.splitlines() if line.strip()]
+            lines = [line for line in answer["err"].splitlines() if line.strip()]
             at = next((at for at, line in enumerate(lines) if line.startswith("error: ")), max(0, len(lines) - 1))
-            said = "\n".join(lines[at:]).removeprefix("error: ")[:2000]
-            found = {"error": said or f"estimate ended with code {code}"}
+            words = "\n".join(lines[at:]).removeprefix("error: ")[:2000]
+            found = {"error": words or f"estimate ended with code {answer['code']}"}
         write_json(_file(self.roots, request.key), found, shared=True)
         for old in sorted(folder.glob("*.json"), key=lambda file: file_stamp(file) or (0, 0))[:-KEPT]:
             old.unlink(missing_ok=True)
+
+
+def _ask(predictor: subprocess.Popen[str], words: list[str]) -> bool:
+    """Write a request to a predictor; False if it has ended."""
+    assert predictor.stdin is not None
+    try:
+        print(json.dumps(words), file=predictor.stdin, flush=True)
+    except BrokenPipeError:
+        return False
+    return True
 
 
 estimator = cache(Estimator)  # one for each page's roots

@@ -65,7 +65,8 @@ def spawn(roots: Roots, module: str, words: Sequence[str], **options: Any) -> su
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-P", "-m", module, *words]  # -P: the current folder holds a user's files, not modules
-    return subprocess.Popen(command, cwd=roots.named[0], env=environment, stdin=subprocess.DEVNULL, **options)
+    options = {"stdin": subprocess.DEVNULL, **options}
+    return subprocess.Popen(command, cwd=roots.named[0], env=environment, **options)
 
 
 def is_running(roots: Roots, log_name: str) -> bool:

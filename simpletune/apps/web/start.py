@@ -322,6 +322,7 @@ def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str
         "figures": figures,
         "late": False,
         "kinds": sorted({kind for stage in figures.get("stages", {}).values() for kind in stage["by_kind"]}),
+        "progress": live.estimator(roots).progress(key) if key and found is None else None,
     }
 
 

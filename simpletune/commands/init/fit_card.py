@@ -48,24 +48,27 @@ def fit_to_card(suggestion: Suggestion, card: Card) -> Suggestion:
     for name, sections in choices:
         tried: Json = {key: value for key, value in (config | sections).items() if value}
         try:
-            words, fits = _predict_peak(tried, card)
+            words, fits, speed = _predict(tried, card)
         except UserError as error:
             note = f"not predicted ({error}). simpletune estimate does it later"
             return replace(suggestion, notes=(*suggestion.notes, note))
         if fits:
             reason = Reason(path, name, f"predicted: {words}")
             earlier = [each for each in suggestion.reasons if each.path != path or name == AS_ABOVE]
-            return replace(suggestion, config=tried, reasons=(*earlier, reason))
+            notes = (*suggestion.notes, *speed)
+            return replace(suggestion, config=tried, reasons=(*earlier, reason), notes=notes)
     note = f"predicted not to fit even with the levers of {choices[-1][0]}: {words}. Use a smaller data.resolution"
     return replace(suggestion, notes=(*suggestion.notes, note))
 
 
-def _predict_peak(data: Json, card: Card) -> tuple[str, bool]:
-    """Describe the predicted peak on a card, and return whether it fits."""
+def _predict(data: Json, card: Card) -> tuple[str, bool, list[str]]:
+    """Describe the predicted peak on a card, return whether it fits, and describe the time."""
     from simpletune.config.compute import settle_compute
     from simpletune.config.modulation import settle_modulation
     from simpletune.config.resolve import require_model_rules, resolve_model_folder
     from simpletune.estimate.job_estimate import MIB, estimate
+    from simpletune.estimate.job_time import job_time
+    from simpletune.estimate.terminal import LIMIT_ADVICE, format_duration
 
     say(f"{'predict':<10} {data.get('memory', {}).get('profile') or 'memory'} on {card.name}")
     with silence():
@@ -74,7 +77,12 @@ def _predict_peak(data: Json, card: Card) -> tuple[str, bool]:
         config = settle_compute(settle_modulation(config, on_host=False), card.capability)
     found = estimate(config, card.capability)
     words = f"{found.needed_bytes() / MIB:,.0f} MiB of the card's {card.bytes / MIB:,.0f} with allowances"
-    return f"{words}, most in the stage {found.peak_stage}", found.fits(card)
+    time = job_time(config, found.job, card, found.counts)
+    limit, larger = time.step.limit, time.larger
+    speed = [f"predicted {format_duration(time.step.seconds)} a step, limited by the {limit}"]
+    speed += [LIMIT_ADVICE[limit]] if limit in LIMIT_ADVICE else []
+    speed += [] if larger is None else [larger.words]
+    return f"{words}, most in the stage {found.peak_stage}", found.fits(card), speed
 
 
 def model_findings(model: str) -> list[Finding]:

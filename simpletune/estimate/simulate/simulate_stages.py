@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -62,6 +62,7 @@ def simulate_parts(
     size: Size | None = None,
     capability: tuple[int, int] | None = None,
     trained: SimulatedTraining | None = None,
+    begin: Callable[[str], object] = lambda stage: None,
 ) -> JobReport:
     """Predict each stage's peak memory on the device without weights, data or a GPU, and without the libraries'
     workspaces (``with_workspaces``), so that the result holds for all cards with the same attention.
@@ -71,6 +72,7 @@ def simulate_parts(
         size: width and height of the training images in pixels; None: the square of ``data.resolution``.
         capability: see ``simulate``.
         trained: the training stage of the same run, if it was simulated before; can be used only once.
+        begin: told the stage that begins.
 
     Raises:
         UserError: a part's configuration cannot be read.
@@ -78,16 +80,21 @@ def simulate_parts(
     size = size or square_size(config)
     recorders = Recorders(partial(Recorder, cuda=True))
     with fake_tensors(trained.mode if trained else None), pause_collection(), silence():
+        begin("text")
         vae = empty_autoencoder(config)
         texts, work = texts_of(config)
         parts = {name: size for name, size, _ in texts} | {"vae": bytes_in_16_bit(vae)}
         resident = parts_in_steps(config)
         work = {name: sections for name, sections in work.items() if name.removeprefix("text.") not in resident}
+        begin("train")
         trained = trained or train(config, size, capability, Recorder(cuda=True))
+        begin("validate")
         validate = simulate_validation(config, trained, recorders)
         snapshots = {"text": largest_snapshot([each for each in texts if each[0] not in resident])}
         if isinstance(config.prior, ClassImages):
+            begin("class")
             snapshots["class"] = simulate_class_images(config, capability, recorders)
+        begin("latents")
         snapshots["latents"] = simulate_encoding(config.model, vae, size, recorders)
         snapshots["train"] = trained.report.peak
         if validate is not None:

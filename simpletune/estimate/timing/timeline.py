@@ -30,6 +30,15 @@ class StepSeconds:
     """That the computation waits for copies."""
     phases: dict[str, float] = field(default_factory=dict)
     """The device's, by phase."""
+    link: float = 0.0
+    """That the link to host memory copies, in the computation's stream and the busiest queue."""
+
+    @property
+    def limit(self) -> str:
+        """What the step takes as long as: the ``card``, the ``host`` that queues its work, or the ``link`` between."""
+        card = sum(seconds for use, seconds in self.device.items() if use != "copies")
+        busy = {"card": card, "host": self.host, "link": self.link}
+        return max(busy, key=lambda name: busy[name])
 
     @property
     def by_use(self) -> dict[str, float]:
@@ -64,6 +73,7 @@ def step_seconds(sections: Sequence[StreamWork], speeds: Speeds) -> StepSeconds:
     """Predict the time of a recorded step in the middle of a run."""
     device: dict[str, float] = defaultdict(float)
     phases: dict[str, float] = defaultdict(float)
+    link: dict[str, float] = defaultdict(float)
     costs = []
     for section in sections:
         by_use: dict[str, float] = defaultdict(float)
@@ -73,6 +83,7 @@ def step_seconds(sections: Sequence[StreamWork], speeds: Speeds) -> StepSeconds:
         queueing = sum(count * speeds.host(what) for what, count in section.host.items())
         host = section.share * (queueing + launches * speeds.launch)
         costs.append((sum(by_use.values()), host))
+        link[section.stream] += by_use["copies"]
         if section.stream == COMPUTE:
             for use, seconds in by_use.items():
                 device[use] += seconds
@@ -82,7 +93,8 @@ def step_seconds(sections: Sequence[StreamWork], speeds: Speeds) -> StepSeconds:
         total = sum(device.values()) + host_total
         return StepSeconds(total, dict(device), host_total, 0.0, dict(phases))
     total, waits = _fold(sections, costs)
-    return StepSeconds(total, dict(device), host_total, waits, dict(phases))
+    copies = link.pop(COMPUTE, 0.0) + max(link.values(), default=0.0)
+    return StepSeconds(total, dict(device), host_total, waits, dict(phases), copies)
 
 
 def _fold(sections: Sequence[StreamWork], costs: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -559,19 +559,28 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     calls = tmp_path / "calls"
     (tmp_path / "stands_in.py").write_text(
         "import json, sys, time, pathlib\n"
-        "data = json.loads(pathlib.Path(sys.argv[2]).read_text())\n"
-        f"open({str(calls)!r}, 'a').write(str(data['train']['steps']) + ' ')\n"
-        "time.sleep(600 if data['train']['steps'] == 9 else 0)\n"
-        "if data['train']['steps'] == 13: sys.exit('error: no model here. Get one')\n"
-        "train = {'peak_allocated_mib': 5120.0, 'by_kind': {'weights': 5120.0}}\n"
-        "print('warning', json.dumps({'stages': {'train': train}, 'host_ram_gib': 1,\n"
-        "  'disk_gib': 2, 'download_gib': 0, 'time': None, 'peak_allocated_mib': 5120.0}))\n"
+        "for words in map(json.loads, sys.stdin):\n"
+        "  data = json.loads(pathlib.Path(words[1]).read_text())\n"
+        "  steps, code, err, out = data['train']['steps'], 0, '', ''\n"
+        f"  open({str(calls)!r}, 'a').write(str(steps) + ' ')\n"
+        "  print(json.dumps([0.43, 'train', 3.2]), flush=True)\n"
+        "  time.sleep(600 if steps == 9 else 0)\n"
+        "  if steps == 13: code, err = 2, 'a note\\nerror: no model here. Get one'\n"
+        "  if steps == 15: sys.exit(7)\n"
+        "  train = {'peak_allocated_mib': 5120.0, 'by_kind': {'weights': 5120.0}}\n"
+        "  out = json.dumps({'stages': {'train': train}, 'host_ram_gib': 1,\n"
+        "    'disk_gib': 2, 'download_gib': 0, 'time': None, 'peak_allocated_mib': 5120.0})\n"
+        "  print(json.dumps({'code': code, 'out': 'warning ' + out, 'err': err}), flush=True)\n"
+        "  if steps == 12: break\n"  # as after some minutes without work
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    honest = processes.spawn
-    monkeypatch.setattr(
-        processes, "spawn", lambda roots, module, words, **pipes: honest(roots, "stands_in", words, **pipes)
-    )
+    honest, started = processes.spawn, []
+
+    def spawn(roots: Roots, module: str, words: list[str], **pipes: int) -> subprocess.Popen:
+        started.append(module)
+        return honest(roots, "stands_in", words, **pipes)
+
+    monkeypatch.setattr(processes, "spawn", spawn)
     monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
     monkeypatch.setattr(presets, "card_here", lambda: None)
     monkeypatch.setattr(live, "shipped_json", lambda *_: None)  # the test below is of it
@@ -588,15 +597,43 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     assert 'class="live"' in text
     text, values = change(client, values, train__steps="9")
     assert "stale" in text and "5.0 GiB" in text  # the last figures, greyed
-    until(lambda: "9 " in calls.read_text(), 100)
-    text, values = change(client, values, train__steps="10")  # the newest wins: 9 is given up
-    until(lambda: live.cached_estimate(roots, json.loads(values["state"])["live"]) is not None, 100)
-    text, values = change(client, values, train__steps="13")
     key = json.loads(values["state"])["live"]
-    until(lambda: live.cached_estimate(roots, key) is not None, 100)
-    assert "no model here. Get one" in client.get(f"/start/live?key={key}&last=..").text
+    until(lambda: live.estimator(roots).progress(key) is not None, 100)
+    assert live.estimator(roots).progress(key) == {"share": 0.43, "words": "train", "left": "3 s"}
+    shown = client.get(f"/start/live?key={key}").text
+    assert '<progress max="1" value="0.43"' in shown and "train, about 3 s left" in shown
+    assert len(started) == 1, "the one that had predicted 7"
+    key = ""
+    for steps, error in (
+        ("10", ""),
+        ("12", ""),
+        ("13", "no model here. Get one"),
+        ("15", "ended with code 7"),
+        ("16", ""),
+    ):
+        text, values = change(client, values, train__steps=steps)  # the newest wins: 9 is given up
+        key = json.loads(values["state"])["live"]
+        until(lambda key=key: live.cached_estimate(roots, key) is not None, 100)
+        assert (
+            error in client.get(f"/start/live?key={key}&last=..").text and live.estimator(roots).progress(key) is None
+        )
+    assert len(started) == 4, "another after 9, after the one that had no work, and after the one that failed"
     assert client.get("/start/live?key=../../x").status_code == 200
     assert not list((roots.own / "estimates").glob("*.config.json"))
+
+
+def test_the_predictor_answers_one_request_after_another(tmp_path: Path) -> None:
+    roots, pipe = make_roots(tmp_path / "runs", [tmp_path]), subprocess.PIPE
+    with processes.spawn(roots, "simpletune.apps.web.predictor", [], text=True, stdin=pipe, stdout=pipe) as predictor:
+        assert predictor.stdin is not None and predictor.stdout is not None
+        answers = []
+        for words in (["estimate", "demo", "--json"], ["estimate", "nowhere.json", "--json"], ["estimate", 7]):
+            print(json.dumps(words), file=predictor.stdin, flush=True)
+            answers.append(json.loads(predictor.stdout.readline()))
+    good, wrong, defect = answers
+    assert good["code"] == 0 and json.loads(good["out"])["peak_allocated_mib"] > 0
+    assert wrong["code"] == 2 and "nowhere.json" in wrong["err"] and wrong["out"] == ""
+    assert defect["code"] == 1 and "Traceback" in defect["err"] and predictor.returncode == 0
 
 
 def test_the_live_line_shows_at_once_what_ships_for_other_versions(
@@ -620,10 +657,13 @@ def test_two_pages_that_predict_the_same_do_not_take_each_others_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one's child starts to read when the first one's has ended."""
-    script = "import json, sys; json.load(open(sys.argv[1])); print(json.dumps({'gib': 7}))"
+    script = (
+        "import json, sys; json.load(open(json.loads(input())[1]))\n"
+        "print(json.dumps({'code': 0, 'out': json.dumps({'gib': 7}), 'err': ''}))"
+    )
     monkeypatch.setattr(
         processes, "spawn",
-        lambda roots, module, words, **pipes: subprocess.Popen([sys.executable, "-c", script, words[1]], **pipes),
+        lambda roots, module, words, **pipes: subprocess.Popen([sys.executable, "-c", script], **pipes),
     )  # fmt: skip
     roots, request = make_roots(tmp_path / "runs", [tmp_path]), live.EstimateRequest("a" * 24, {"x": 1}, None)
     first, second = live.Estimator(roots), live.Estimator(roots)

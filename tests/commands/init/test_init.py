@@ -146,16 +146,16 @@ def test_settings_that_do_not_fit_give_way_to_those_of_a_smaller_card(monkeypatc
     smaller = (("eight", eight), ("six", six))
     tried: list[Json] = []
 
-    def predicted(config: Json, card: Card) -> tuple[str, bool]:
+    def predicted(config: Json, card: Card) -> tuple[str, bool, list[str]]:
         tried.append(config)
-        return "9,000 MiB", len(tried) == 2
+        return "9,000 MiB", len(tried) == 2, ["0.8 s a step"]
 
-    monkeypatch.setattr(fit_card, "_predict_peak", predicted)
+    monkeypatch.setattr(fit_card, "_predict", predicted)
     found = fit_card.fit_to_card(Suggestion(first, (), (), smaller), L4)
     assert tried[0] == first and found.config == tried[1]
     assert tried[1] == {"name": "x", "precision": {"weights": "int8"}, "optimizer": {"name": "adamw8bit"}}
-    assert why(found, "precision, memory") == "predicted: 9,000 MiB"
-    monkeypatch.setattr(fit_card, "_predict_peak", lambda config, card: ("9,000 MiB", False))
+    assert why(found, "precision, memory") == "predicted: 9,000 MiB" and found.notes == ("0.8 s a step",)
+    monkeypatch.setattr(fit_card, "_predict", lambda config, card: ("9,000 MiB", False, []))
     none_fits = fit_card.fit_to_card(Suggestion(first, (), (), smaller), L4)
     assert none_fits.config == first and "with the levers of six: 9,000 MiB" in none_fits.notes[-1]
 
@@ -424,28 +424,29 @@ def test_the_prediction_of_sd3_medium_fits_the_card_without_a_smaller_profile(ca
     first = suggest(tiny_images, device=find_card(card))
     found = fit_card.fit_to_card(first, find_card(card))
     assert found.config == first.config and "predicted: " in why(found, "memory.profile")
+    assert found.notes[-1].endswith(" a step, limited by the card")
 
 
 def test_a_profile_that_does_not_fit_gives_way(tiny_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def predicted(config: Json, card: Card) -> tuple[str, bool]:
+    def predicted(config: Json, card: Card) -> tuple[str, bool, list[str]]:
         tried.append(config["memory"]["profile"])
-        return "9,000 MiB", tried[-1] == "8gb"
+        return "9,000 MiB", tried[-1] == "8gb", []
 
-    monkeypatch.setattr(fit_card, "_predict_peak", predicted)
+    monkeypatch.setattr(fit_card, "_predict", predicted)
     found = fit_card.fit_to_card(suggest(tiny_images, device=L4), L4)
     assert tried == ["24gb", "16gb", "12gb", "8gb"] and found.config["memory"]["profile"] == "8gb"
     assert why(found, "memory.profile").endswith("predicted: 9,000 MiB")
     assert [each.path for each in found.reasons].count("memory.profile") == 1
-    monkeypatch.setattr(fit_card, "_predict_peak", lambda config, card: ("9,000 MiB", False))
+    monkeypatch.setattr(fit_card, "_predict", lambda config, card: ("9,000 MiB", False, []))
     found = fit_card.fit_to_card(suggest(tiny_images, device=L4), L4)
     assert f"predicted not to fit even with the levers of {PROFILES[0]}: 9,000 MiB" in found.notes[-1]
 
     def unknown(config: Json, card: Card) -> tuple[str, bool]:
         raise UserError("not in the local cache")
 
-    monkeypatch.setattr(fit_card, "_predict_peak", unknown)  # as where it needs a download
+    monkeypatch.setattr(fit_card, "_predict", unknown)  # as where it needs a download
     found = fit_card.fit_to_card(suggest(tiny_images, device=L4), L4)
     assert found.notes[-1].startswith("not predicted (not in the local cache)")
 
@@ -476,7 +477,7 @@ def test_a_missing_login_or_licence_is_said_before_a_download(
     monkeypatch.setattr(fit_card, "access", access)
     finding = Finding("hub login", WARNING, "no token", "", "hf auth login")
     monkeypatch.setattr(fit_card, "login", lambda machine: [finding])
-    monkeypatch.setattr(fit_card, "_predict_peak", lambda config, card: ("1 MiB", True))
+    monkeypatch.setattr(fit_card, "_predict", lambda config, card: ("1 MiB", True))
     assert main(["init", str(tiny_images), "--device", "L4", "--out", str(tmp_path / "a.json")]) == 0
     text = capsys.readouterr().out
     assert asked == [MEDIUM] and "hf auth login" in text and "accept the licence" in text

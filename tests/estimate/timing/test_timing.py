@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.cuda_libraries import attention_kernel
+from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.job_time import OTHER_CORES, STATED, THIS_CORE, JobTime, job_time, speeds_of, step_range
 from simpletune.estimate.simulate.reports import JobReport, StepReport
@@ -36,6 +38,7 @@ from simpletune.estimate.timing.constants import (
 )
 from simpletune.estimate.timing.datasheet import CORE, LAUNCH, DatasheetSpeeds
 from simpletune.estimate.timing.host_probes import core_seconds
+from simpletune.estimate.timing.larger_batch import LargerBatch, find_larger_batch, scaled_bytes, scaled_sections
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.sections import COMPUTE, KernelWork, StreamWork
 from simpletune.estimate.timing.speeds import CalibratedSpeeds
@@ -144,6 +147,82 @@ def test_the_host_bounds_a_step_of_many_small_operations() -> None:
     found = step_seconds(sections, Seconds())
     assert found.bound == "launches" and found.seconds == pytest.approx(5.0)
     assert step_seconds(sections[1:], Seconds()).bound == "bytes"
+
+
+def test_a_step_is_limited_by_what_takes_longest() -> None:
+    host = StreamWork(COMPUTE, "forward", "", host=Counter(operation=60))  # 6 s
+    for copied, computed, more, limit in ((2, 4, [], "card"), (5, 4, [], "link"), (5, 4, [host], "host")):
+        sections = [section(COMPUTE, computed), section("copies 1", copied), section("copies 2", 1), *more]
+        assert step_seconds(sections, Seconds()).limit == limit
+    waiting = replace(section(COMPUTE, 3), work=Counter({KernelWork("to_host", "bytes", (3,)): 1}))
+    assert step_seconds([section(COMPUTE, 4), section("copies 1", 2), waiting], Seconds()).limit == "link"
+
+
+def kernel(kind: str, *extents: int) -> KernelWork:
+    return KernelWork(kind, "bf16", extents)
+
+
+def test_a_larger_batch_scales_everything_but_the_weights() -> None:
+    passes = {kernel("product_tn", 64, 32, 96): 2, kernel("attention", 6, 128, 128, 16): 1, kernel("each", 5, 40): 1}
+    kept = {kernel("unpack_nf4", 100): 1, kernel("to_device", 70): 1}
+    parked = {kernel("to_host", 50): 1}
+    sections = [
+        StreamWork(COMPUTE, "", "", work=Counter({kernel("to_device", 9): 1})),  # the batch
+        StreamWork(COMPUTE, "forward", "", work=Counter({**passes, kernel("unpack_nf4", 100): 1})),
+        StreamWork("copies 1", "forward", "", work=Counter({kernel("to_device", 70): 1, **parked})),
+        StreamWork("copies 1", "backward", "", work=Counter({kernel("to_device", 50): 1})),
+        StreamWork(COMPUTE, "optimizer", "", work=Counter({kernel("each", 5, 40): 1, kernel("to_host", 30): 1})),
+    ]
+    first, computed, there, back, update = (each.work for each in scaled_sections(sections, 4))
+    assert first == {kernel("to_device", 36): 1}
+    grown = {kernel("product_tn", 256, 32, 96): 2, kernel("attention", 24, 128, 128, 16): 1, kernel("each", 5, 160): 1}
+    assert computed == {**grown, kernel("unpack_nf4", 100): 1}
+    assert there == {kernel("to_device", 70): 1, kernel("to_host", 200): 1} and back == {kernel("to_device", 200): 1}
+    assert update == sections[-1].work and kept.keys() <= computed.keys() | there.keys()
+
+
+def test_a_larger_batch_is_nearly_a_simulated_one(
+    tiny_config: dict, three_blocks: Path, simulate_once: Callable
+) -> None:
+    """Of which the host's part grows a little, too: some operations only run for several pictures."""
+    one, four = (
+        simulate_once(with_blocks(tiny_config, three_blocks, train={"steps": 1, "batch_size": batch}))
+        for batch in (1, 4)
+    )
+    scaled = scaled_sections(one.sections, 4)
+    assert operations(work_of(replace(one, sections=scaled))) == pytest.approx(operations(work_of(four)), rel=0.01)
+    for name in ("L4", "H100"):
+        speeds = speeds_of(find_card(name), Path("none"))[0]
+        seconds, simulated = (step_seconds(each, speeds).seconds for each in (scaled, four.sections))
+        assert seconds == pytest.approx(simulated, rel=0.1)
+    peak = max(scaled_bytes(each, 4) for each in one.phases.values())
+    assert four.peak.bytes <= peak <= 1.05 * four.peak.bytes
+
+
+def test_a_larger_batch_is_named_where_it_saves_a_fifth_and_is_possible(tiny_config: dict) -> None:
+    host = StreamWork(COMPUTE, "forward", "", host=Counter(operation=20))  # 2 s
+    peaks = {"forward": MemorySnapshot(100, {"weights": 60, "activations": 40})}
+    asked: list[tuple[int, int]] = []
+
+    def found(seconds: int, most: int = 1000, **train: object) -> LargerBatch | None:
+        option = validate(tiny_config | {"train": {"steps": 9, "batch_size": 2} | train}, "x").train
+
+        def may(factor: int, peak: int) -> bool:
+            asked.append((factor, peak))
+            return peak <= most
+
+        return find_larger_batch([host, section(COMPUTE, seconds)], Seconds(), option, peaks, may)
+
+    larger = found(1)  # 4 s instead of 2
+    assert asked == [(4, 220), (2, 140)]
+    assert larger is not None and (larger.batch_size, larger.pictures, larger.step) == (8, 2.0, 2.0)
+    assert "train.batch_size=8: a step would take 2.0 times as long" in larger.words
+    assert "the same time trains 2.0 times as many pictures; a different training" in larger.words
+    smaller = found(1, 200)
+    assert smaller is not None and smaller.batch_size == 4 and found(1, 100) is None
+    assert found(2) is None  # the card is as busy as the host
+    again = found(1, gradient_accumulation=8)
+    assert again is not None and "with train.gradient_accumulation=2 the steps see the same pictures" in again.words
 
 
 def work_of(report: StepReport) -> Counter[KernelWork]:
