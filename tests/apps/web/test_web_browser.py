@@ -259,7 +259,8 @@ def test_pictures_fill_the_screen_and_what_is_chosen_stays(server: Server, folde
     light.until(lambda: light.driver.find_elements("css selector", "#shot-1-3"), "the new step")
     press(light, RIGHT)
     assert light.text("#viewer-step") == "step 30"
-    assert press(light, ESCAPE) == "shot-1-3"
+    press(light, ESCAPE)
+    light.until(lambda: light.driver.execute_script(FOCUSED) == "shot-1-3", "the focus where it was")
     kept = "return [document.querySelector('#frame-2 input').value, "
     kept += "getComputedStyle(document.getElementById('frame-2')).getPropertyValue('--cut')]"
     assert light.driver.execute_script(kept) == ["20", "20%"] and light.text("#matrix-shown") == "step 10"
