@@ -107,7 +107,7 @@ def sheet(images: list[tuple[str, Image.Image]], width: int, columns: int, dark:
 
 @contextmanager
 def started(url: str, browser: Browser, name: str, *values: tuple[str, str, object], end: str) -> Iterator[None]:
-    """Start a run as a newcomer does; at the end wait until the queue says how it ended."""
+    """Start a run as a newcomer does; at the end wait until its card says how it ended."""
     browser.look(False, DESKTOP)
     browser.open(f"{url}/start")
     browser.fill('[name="data.path"]', "pictures")
@@ -127,7 +127,7 @@ def started(url: str, browser: Browser, name: str, *values: tuple[str, str, obje
     yield
     browser.look(False, DESKTOP)
     browser.open(f"{url}/")
-    browser.until(lambda: end in browser.text("#queue"), f"the end: {end}", 600)
+    browser.until(lambda: end in browser.text(f'[data-run="{name}"]'), f"the end: {end}", 600)
 
 
 def main() -> int:

@@ -38,6 +38,8 @@ STATIC = {
     "htmx.min.js": TEMPLATES,
     "start.js": TEMPLATES,
     "run.js": TEMPLATES,
+    "runs.js": TEMPLATES,
+    "icon.svg": TEMPLATES,
     "chart.js": TEMPLATES,
     "upload.js": TEMPLATES,
     "mask.js": TEMPLATES,

@@ -7,6 +7,7 @@ boot, because IDs are reused.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,9 @@ from simpletune.system.portable import lock_file
 
 LOGS = "logs"
 TAIL = 2**16  # bytes of a log that are read from its end
+REASON = 500  # characters of an error
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}")
+UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 LOOKS, PAUSE = 10, 0.02  # attempts to lock, and seconds in between: others hold the lock briefly to look at it
 _starting = threading.Lock()
 _unreaped: set[Path] = set()  # logs of this process's children whose end is not recorded yet
@@ -128,11 +132,30 @@ def tail(roots: Roots, log_name: str, lines: int) -> list[str]:
     return [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")][-lines:] if text else []
 
 
+def last_error(roots: Roots, log_name: str) -> str:
+    """Return the error that a process printed last, or its last line; empty if it printed nothing."""
+    lines = [line for line in tail(roots, log_name, 60) if line.strip()]
+    at = next((at for at in range(len(lines) - 1, -1, -1) if lines[at].startswith("error: ")), len(lines) - 1)
+    return "\n".join(lines[at:])[:REASON].removeprefix("error: ") if lines else ""
+
+
 def log_file(roots: Roots, log_name: str) -> Path:
     """Return the log of a name. Raises UserError if the name does not fit into a file name."""
     if not NAME.fullmatch(log_name):
         raise UserError(f"{log_name[:60]!r} is not a valid log name. Use letters, digits, '.', '_' and '-'")
     return roots.own / LOGS / f"{log_name}.log"
+
+
+@lru_cache(maxsize=4096)
+def job_name(kind: str, run: str) -> str:
+    """Name the process and log of a verb for a run; a hash distinguishes names that do not fit."""
+    plain = plain_name(run)
+    return f"{kind}-{plain}" + (f"-{hashlib.sha256(run.encode()).hexdigest()[:8]}" if plain != run else "")
+
+
+def plain_name(run: str) -> str:
+    """Return a run's name as every file system takes it."""
+    return UNUSUAL.sub("_", run)[:100]
 
 
 def start_time(pid: int) -> int | None:

@@ -24,7 +24,6 @@ from simpletune.system.options import UserError
 
 PERIOD = 1.0  # seconds between two looks
 STOPPED = (130, 143)  # exit codes of a run stopped by a signal
-REASON = 500  # characters
 MOST_RESTARTS = 5  # of the machine during a run: more, and the run may be their cause
 ENDINGS: dict[str, State] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
 
@@ -83,17 +82,18 @@ def busy_devices(roots: Roots) -> set[str]:
 def ended_entry(roots: Roots, entry: QueueEntry) -> QueueEntry | None:
     """Return the entry of a started run as its end leaves it: waiting again if this machine was restarted meanwhile;
     None while it is running."""
-    if processes.is_running(roots, log_name(entry.name)):
+    log = log_name(entry.name)
+    if processes.is_running(roots, log):
         return None
-    code = processes.exit_code(roots, log_name(entry.name))
+    code = processes.exit_code(roots, log)
     if code is None:  # no runner saw it end: look in its folder
         folder = roots.run(entry.name)
-        restarted = processes.was_ended_by_restart(roots, log_name(entry.name))
+        restarted = processes.was_ended_by_restart(roots, log)
         begun = folder is not None and (not restarted or has_begun(roots, entry))
         word = ENDINGS.get(state_of(folder).word, "killed") if folder is not None and begun else "killed"
         if restarted and word in ("killed", "stopped"):  # an orderly shutdown stops runs
             return _restart(entry, begun)
-        return _with_state(entry, word, last_error(roots, entry) if word in ("failed", "killed") else "")
+        return _with_state(entry, word, processes.last_error(roots, log) if word in ("failed", "killed") else "")
     if code == 0:
         return _with_state(entry, "finished")
     if code in STOPPED:
@@ -101,7 +101,7 @@ def ended_entry(roots: Roots, entry: QueueEntry) -> QueueEntry | None:
     return (
         _with_state(entry, "killed", f"signal {-code}")
         if code < 0
-        else _with_state(entry, "failed", last_error(roots, entry))
+        else _with_state(entry, "failed", processes.last_error(roots, log))
     )
 
 
@@ -121,13 +121,6 @@ def _restart(entry: QueueEntry, begun: bool) -> QueueEntry:
         )
     changes = {"state": "waiting", "resume": entry.resume or begun, "restarts": restarts}
     return entry.model_copy(update=changes)
-
-
-def last_error(roots: Roots, entry: QueueEntry) -> str:
-    """Return the error that a run printed last, or its last line."""
-    lines = [line for line in processes.tail(roots, log_name(entry.name), 60) if line.strip()]
-    at = next((at for at in range(len(lines) - 1, -1, -1) if lines[at].startswith("error: ")), len(lines) - 1)
-    return "\n".join(lines[at:])[:REASON].removeprefix("error: ") if lines else ""
 
 
 def train_words(entry: QueueEntry) -> list[str]:

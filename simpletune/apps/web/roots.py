@@ -12,7 +12,7 @@ from simpletune.system.options import UserError
 
 LONGEST = 200  # characters of a wrong path that are repeated
 UPLOADS = "data"  # where shipped configurations expect pictures; git ignores it
-OWN = ".web"  # next to the runs: the pages' configurations, logs and queue
+OWN = ".web"  # next to the runs: the pages' configurations, logs, stars and queue
 
 
 @dataclass(frozen=True)

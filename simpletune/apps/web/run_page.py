@@ -1,35 +1,41 @@
-"""The page of a run. While it trains: progress, charts, pictures, requests, log. Afterwards: its report, comparisons,
-choosing a step, files for other tools, and continuing. In the run's folder, the page writes only the control file;
-whatever computes is a verb in a separate process.
+"""The page of a run. While it trains: progress, the card, charts, pictures, requests, log. Afterwards: files to take
+home, comparisons, choosing a step, continuing. In the run's folder, the page writes only the control file; whatever
+computes is a verb in a separate process.
 """
 
 from __future__ import annotations
 
-import hashlib
+import os
 import re
+import shlex
+import shutil
 import signal
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
+from urllib.parse import quote, urlencode
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.apps.http import whole_number
 from simpletune.apps.web import processes, queue
+from simpletune.apps.web.processes import job_name
 from simpletune.apps.web.roots import Roots
+from simpletune.apps.web.run.files import AS_WRITTEN, COMFYUI, FORMATS, ResultFile
 from simpletune.apps.web.run.matrix import COMPARE, Matrix, comparisons_of, matrix_of, small_copy
-from simpletune.apps.web.run.progress import Progress, charts_of, read_progress
+from simpletune.apps.web.run.progress import Progress, charts_of, evaluation_at, read_progress
 from simpletune.apps.web.run_state import Runs, file_stamp, json_object, stamps_in
 from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.config.error_text import problems_of
+from simpletune.runs.attempts import attempts_of
 from simpletune.runs.best_checkpoint import choose_best
-from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
+from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.control import (
     LONGEST,
     STRONGEST,
@@ -45,6 +51,8 @@ from simpletune.runs.control import (
 )
 from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, CONTROL, CONTROL_ANSWERS, GENERATED, SAMPLES, SUMMARY
 from simpletune.system.atomic import write_json
+from simpletune.system.card_load import CardMeter
+from simpletune.system.disk import format_bytes
 from simpletune.system.options import ConfigError, Json, UserError
 
 SHOWN = 12  # requests, and requested pictures, newest first
@@ -53,18 +61,16 @@ TRAIN = "run"  # the queue's name for a run's process
 JOBS = {
     COMPARE: "Comparison",
     "choose": "Choice of the best step",
-    "export": "Conversion",
     "report": "Report",
     "finish": "Result",
 }
 """The verbs that the page starts for a run, besides its training, and what they make."""
-UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 REPORT = "report.html"
-FORMATS = {"kohya": "kohya (ComfyUI, Forge)", "comfy": "ComfyUI", "diffusers": "diffusers"}
 FULL = ("full", "partial")  # methods whose result has no strength
 STRENGTHS, MOST_STRENGTHS = "0.25 0.5 0.75 1 1.25", 8
 STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of a verb that a person has stopped
 WHOLE, BROKEN = ("seed", "steps", "width", "height"), ("strength", "guidance")
+METER = CardMeter()
 NUMBER = re.compile(r"-?\d{1,18}(\.\d{1,9})?")
 # Our own pages contain their scripts and pictures. Sandboxed, they cannot send requests to this server.
 ALONE = (
@@ -89,14 +95,14 @@ def routes() -> list[Route]:
         Route("/run/{name}/ask", ask_run, methods=["POST"]),
         Route("/run/{name}/compare", compare, methods=["POST"]),
         Route("/run/{name}/choose", choose_step, methods=["POST"]),
-        Route("/run/{name}/export", export, methods=["POST"]),
+        Route("/run/{name}/convert", convert, methods=["POST"]),
         Route("/run/{name}/report", report, methods=["POST"]),
         Route("/run/{name}/finish", finish, methods=["POST"]),
         Route("/run/{name}/continue", go_on, methods=["POST"]),
         Route("/run/{name}/stop", stop_job, methods=["POST"]),
         Route("/run/{name}/file/{path:path}", file),
         Route("/run/{name}/small/{path:path}", small),
-        Route("/run/{name}/exports/{file}", export_file),
+        Route("/run/{name}/download", download),
         *(
             Route(f"/run/{{name}}/{word}", partial(part, template, values))
             for word, (_, template, values) in PARTS.items()
@@ -120,20 +126,11 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
             f"after:{name}": (
                 held,
                 *(file_stamp(folder / file) for file in files),
-                file_stamp(RunView(roots, folder).exports),
             ),
             f"jobs:{name}": tuple(logs.get(job) for job in jobs),
             f"comparisons:{name}": file_stamp(folder / COMPARE),
         }
     return found
-
-
-@lru_cache(maxsize=4096)
-def job_name(kind: str, run: str) -> str:
-    """Name the process and log of a verb for a run; a hash distinguishes names that do not fit."""
-    plain = UNUSUAL.sub("_", run)[:100]
-    unusual = plain != run
-    return f"{kind}-{plain}" + (f"-{hashlib.sha256(run.encode()).hexdigest()[:8]}" if unusual else "")
 
 
 # What the page shows
@@ -155,15 +152,21 @@ class RunView:
         return matrix_of(self.folder)
 
     @property
-    def exports(self) -> Path:
-        """The folder of the run's converted files."""
-        return self.roots.own / "exports" / job_name("run", self.folder.name)
+    def method(self) -> str:
+        """The adapter's method; empty if the configuration does not say."""
+        adapter = self.progress.state.settings.get("adapter")
+        return str(adapter.get("method", "")) if isinstance(adapter, dict) else ""
 
     @property
     def has_strength(self) -> bool:
         """Whether the run's result is an adapter, which has a strength."""
-        adapter = self.progress.state.settings.get("adapter")
-        return not (isinstance(adapter, dict) and adapter.get("method") in FULL)
+        return self.method not in FULL
+
+    def file(self, step: str, layout: str = COMFYUI) -> ResultFile:
+        """Return the result, or with a step a checkpoint, as a file in a layout."""
+        if layout not in (COMFYUI, AS_WRITTEN, *FORMATS):
+            raise UserError(f"{layout[:40]!r} is not a format. Use {', '.join((COMFYUI, AS_WRITTEN, *FORMATS))}")
+        return ResultFile(self.roots, self.folder, required_number(step, "step") if step else None, layout, self.method)
 
     def weights(self, step: str) -> str:
         """Name the run's result, or with a step a checkpoint, for a command."""
@@ -223,6 +226,12 @@ class RunView:
         """Return the end of the log, for a run that a page started."""
         return {"lines": processes.tail(self.roots, job_name(TRAIN, self.folder.name), LOG_LINES)}
 
+    def card(self) -> Json:
+        """Return what the cards are doing, while the run trains on one."""
+        attempts = attempts_of(self.folder) if self.progress.running else []
+        on_card = bool(attempts) and not attempts[-1].device.startswith(queue.CPU) and bool(shutil.which("nvidia-smi"))
+        return {"on_card": on_card, "cards": METER.read() if on_card else ()}
+
     def next_steps(self) -> Json:
         """Return what can be done with the run when it is not training."""
         state, steps = self.progress.state, self.progress.steps or self.progress.state.done
@@ -231,20 +240,27 @@ class RunView:
         except (UserError, KeyError, TypeError):  # a file about it is damaged
             best = None
         summary = json_object(self.folder / SUMMARY)
-        exports = self.exports.glob("*.safetensors") if self.exports.is_dir() else ()
-        saved = "" if best is None else f"{checkpoint_folder(Path(), best.step)}/{OUTPUT}"
+        saved = [step for step, _ in list_checkpoints(self.folder)]
+        last = summary.get("steps")
+        sources = [(str(step), f"step {step:,}") for step in reversed(saved)]
+        if self.file("").source is not None and last not in saved:
+            sources.insert(0, ("", f"the result, step {last:,}" if isinstance(last, int) else "the result"))
+        # the result rather than a checkpoint with the same weights
+        first = "" if best is None or (best.step == last and self.file("").source) else str(best.step)
         more = steps if state.done < steps else steps + max(1, steps // 2)  # as planned, or half as many again
         return {
             "run": self.progress,
-            "steps": [step for step, _ in list_checkpoints(self.folder)],
+            "steps": saved,
             "best": best,
-            "best_file": saved if (self.folder / saved).is_file() else "",
-            "result": OUTPUT if (self.folder / OUTPUT).is_file() else "",
-            "result_step": summary.get("steps"),
+            "evaluation": evaluation_at(self.folder, best.step) if best is not None else None,
+            "file": self.file(first),
+            "file_step": best.step if best is not None else last,
+            "sources": sources,
+            "has_result": self.file("").source is not None,
             "output": str(summary.get("output", "")),
+            "command_run": shlex.quote(str(self.folder)),
             "report": (self.folder / REPORT).is_file(),
-            "exports": sorted(file.name for file in exports),
-            "formats": FORMATS,
+            "formats": FORMATS if self.method in ("lora", "dora") else {},
             "has_strength": self.has_strength,
             "strengths": STRENGTHS,
             "more": more,
@@ -261,8 +277,18 @@ class RunView:
             if lines or running:
                 code = None if running else processes.exit_code(self.roots, name)
                 word = "running" if running else "stopped" if code in STOPPED else "failed" if code else "done"
-                found.append({"kind": kind, "title": title, "word": word, "lines": lines})
+                job = {"kind": kind, "title": title, "word": word, "lines": lines, "seconds": 0, "about": ""}
+                found.append(job | (self.running_job(kind) if running else {}))
         return {"jobs": found}
+
+    def running_job(self, kind: str) -> Json:
+        """Return since how many seconds a verb has been running, and what a comparison draws."""
+        record = processes.read_record(self.roots, job_name(kind, self.folder.name))
+        words, since = record.get("words"), record.get("since")
+        listed = [each for each in words if isinstance(each, str)] if isinstance(words, list) else []
+        prompt = next((each for each in listed if each.startswith("--prompt=")), "")
+        seconds = max(0.0, time.time() - since) if isinstance(since, float) else 0.0
+        return {"kind": kind, "title": JOBS[kind], "seconds": int(seconds), "about": prompt.removeprefix("--prompt=")}
 
     def comparisons(self) -> Json:
         return {"comparisons": comparisons_of(self.folder)}
@@ -272,6 +298,7 @@ class RunView:
 # `comparisons`.
 PARTS: dict[str, tuple[str, str, Callable[[RunView], Json]]] = {
     "now": ("run", "run_now.html", RunView.state),
+    "card": ("held", "run_card.html", RunView.card),
     "ask": ("held", "run_ask.html", RunView.form),
     "requests": ("requests", "run_requests.html", RunView.requests),
     "result": ("after", "run_result.html", RunView.next_steps),
@@ -376,16 +403,31 @@ def choose_step(request: Request, form: Form) -> Response:
 
 
 @with_run_form
-def export(request: Request, form: Form) -> Response:
-    """Convert a checkpoint for other tools."""
-    view, layout, step = view_of(request), form.get("format", ""), form.get("step", "")
-    if layout not in FORMATS:
-        raise UserError(f"{layout[:40]!r} is not a format. Use {', '.join(FORMATS)}")
-    view.exports.mkdir(parents=True, exist_ok=True)
-    source = view.weights(step)
-    at = f"-{required_number(step, 'step')}" if step else ""
-    target = view.exports / f"{job_name('lora', view.folder.name)}{at}-{layout}.safetensors"
-    return _begin(request, view, "export", ["export", source, "--format", layout, "--out", str(target), "--overwrite"])
+def convert(request: Request, form: Form) -> Response:
+    """Convert the result or a checkpoint, if its file is not in the wanted layout or converted already, and offer it
+    for download. Answers when it is ready."""
+    view, step, layout = view_of(request), form.get("step", ""), form.get("format", COMFYUI)
+    file, is_part = view.file(step, layout), request.headers.get("hx-request") == "true"
+    try:
+        size = format_bytes(file.ready().stat().st_size)
+    except UserError as error:
+        if not is_part:
+            raise
+        return render(request, "problem_part.html", message=str(error))
+    address = f"/run/{quote(os.fsencode(view.folder.name))}/download?{urlencode({'step': step, 'format': layout})}"
+    if not is_part:
+        return RedirectResponse(address, 303)
+    place = "models/hypernetworks" if file.name.endswith(".pt") else "models/loras"
+    return render(request, "run_file.html", address=address, file=file.name, size=size, place=place)
+
+
+def download(request: Request) -> Response:
+    """Send a file that ``convert`` has offered."""
+    view, query = view_of(request), request.query_params
+    found = view.file(query.get("step", ""), query.get("format", COMFYUI))
+    if found.file is None or not found.file.is_file():
+        raise HTTPException(404, "This file is not there: convert it on the run's page")
+    return FileResponse(found.file, filename=found.name, media_type=RESULT["content-type"])
 
 
 def report(request: Request) -> Response:
@@ -402,10 +444,13 @@ def finish(request: Request, form: Form) -> Response:
 
 
 def _begin(request: Request, view: RunView, kind: str, words: list[str]) -> Response:
-    """Start a verb for a run, unless one of this kind is running, and report it."""
-    title = f"{JOBS[kind]} of {view.folder.name}"
-    processes.start(view.roots, words, job_name(kind, view.folder.name), title=title)
-    return render(request, "run_begun.html", kind=title)
+    """Start a verb for a run, and report it; if one of this kind is running, show that one instead."""
+    name = job_name(kind, view.folder.name)
+    running = processes.is_running(view.roots, name)
+    if not running:
+        processes.start(view.roots, words, name, title=f"{JOBS[kind]} of {view.folder.name}")
+    job = view.running_job(kind) if running else {"kind": kind, "title": JOBS[kind]}
+    return render(request, "run_begun.html", name=view.folder.name, job=job, before=running)
 
 
 @with_run_form
@@ -437,7 +482,7 @@ def go_on(request: Request, form: Form) -> Response:
     config.parent.mkdir(parents=True, exist_ok=True)
     write_json(config, settings, shared=True)
     queue.add(view.roots, name, config, queue.queue_device(settings), resume=True)
-    return render(request, "run_begun.html", kind="the run, as soon as the queue reaches it")
+    return render(request, "run_queued.html")
 
 
 def required_number(text: str, what: str) -> int:
@@ -466,17 +511,7 @@ def strengths_of(text: str) -> list[float]:
 def file(request: Request) -> Response:
     """Send a picture, a report or a result."""
     view, path = view_of(request), request.path_params["path"]
-    return _send(view, view.folder, path, SENT.get(Path(path).suffix))
-
-
-def export_file(request: Request) -> Response:
-    """Send a converted file."""
-    view = view_of(request)
-    return _send(view, view.exports, request.path_params["file"], RESULT)
-
-
-def _send(view: RunView, folder: Path, name: str, headers: dict[str, str] | None) -> Response:
-    found = view.roots.find_inside(folder, name)
+    headers, found = SENT.get(Path(path).suffix), view.roots.find_inside(view.folder, path)
     if headers is None or found is None:
         raise HTTPException(404)
     return FileResponse(found, headers=headers)

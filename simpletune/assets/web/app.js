@@ -102,10 +102,18 @@ visibility();
 
 document.addEventListener("load", (event) => { // pictures of a few pixels stay sharp
   const picture = event.target;
-  if (picture.tagName === "IMG" && picture.naturalWidth <= 128) picture.classList.add("tiny");
+  if (picture.tagName === "IMG") picture.classList.toggle("tiny", picture.naturalWidth <= 128);
 }, true);
 for (const picture of document.images) if (picture.complete && picture.naturalWidth && picture.naturalWidth <= 128) picture.classList.add("tiny");
 document.addEventListener("input", (event) => { // Save appears once a caption is edited
   const save = event.target.closest(".data-card form")?.querySelector("button");
   if (save) save.hidden = false;
+});
+let opened = []; // folded parts that stay open when what is around them is renewed
+document.addEventListener("htmx:beforeSwap", (event) => {
+  opened = [...event.detail.target.querySelectorAll("details[data-stays][open]")].map((each) => each.id);
+});
+document.addEventListener("htmx:afterSwap", () => {
+  for (const id of opened) { const part = document.getElementById(id); if (part) part.open = true; }
+  opened = [];
 });

@@ -28,6 +28,9 @@ from web_browser import (
     serving,
 )
 
+from simpletune.stages.png import save_png
+from simpletune.stages.sample import ImageRequest
+
 pytestmark = [needs_browser, pytest.mark.slow]
 
 
@@ -46,7 +49,8 @@ light, shared_browser = web_browser.browser, web_browser.shared_browser
 
 
 FOCUSED = "const e = document.activeElement; return e.name || e.id || e.dataset.opens || e.className || e.tagName"
-TAB, ENTER = "\ue004", "\ue007"  # as WebDriver names the keys
+TAB, ENTER, ESCAPE, SPACE = "\ue004", "\ue007", "\ue00c", " "  # as WebDriver names the keys
+LEFT, UP, RIGHT, DOWN = "\ue012", "\ue013", "\ue014", "\ue015"
 
 
 def test_hostile_names_stay_text(server: Server, light: Browser) -> None:
@@ -204,7 +208,7 @@ def test_an_empty_folder_becomes_a_lora_by_keyboard_alone(tmp_path: Path) -> Non
         press(browser, ENTER)
         browser.until(lambda: "/run/" in browser.driver.current_url, "the run's page", 300)
         browser.until(lambda: "finished" in browser.text("#run-state"), "the end", 600)
-        tab_to(browser, "download-result")
+        tab_to(browser, "download")
 
 
 def test_two_pages_see_the_same_and_a_stopped_server_is_said(folder: Path, server: Server, light: Browser) -> None:
@@ -216,6 +220,90 @@ def test_two_pages_see_the_same_and_a_stopped_server_is_said(folder: Path, serve
         second.kill()
         light.until(lambda: "not connected" in light.text("#connection"), "the lost server")
     light.complaints()  # of requests to a server that is gone
+
+
+def test_pictures_fill_the_screen_and_what_is_chosen_stays(server: Server, folder: Path, light: Browser) -> None:
+    run = make_run(folder / "runs" / "shown")
+
+    def draw(state: str) -> None:
+        for number, prompt in enumerate(("a <b>fox", "a hare")):
+            picture = ImageRequest(prompt, 3)
+            save_png(Image.new("RGB", (64, 64)), run / "samples" / state / f"prompt-0{number}.png", picture)
+
+    for state in ("base", "step-000010", "step-000020"):
+        draw(state)
+    light.open(server.url + "/run/shown")
+    slide = "const e = document.querySelector(arguments[0]); e.value = arguments[1]; "
+    slide += "e.dispatchEvent(new Event('input', {bubbles: true}))"
+    light.driver.execute_script(slide, "#frame-2 input", 20)
+    light.driver.execute_script(slide, "#matrix-step", 1)
+    light.click("#shot-1-2")
+    assert light.text("#viewer-step") == "step 20" and light.text("#viewer-prompt") == "a <b>fox"
+    light.until(lambda: light.driver.find_elements("css selector", "#viewer-stage img.tiny"), "a sharp picture")
+    assert light.violations() == []
+    seen = []
+    for key in (LEFT, LEFT, LEFT, RIGHT, SPACE, SPACE, DOWN, DOWN, UP):
+        press(light, key)
+        seen.append(f"{light.text('#viewer-prompt')[2:]}, {light.text('#viewer-step')}")
+    fox = ["step 10", "base", "base", "step 10", "base (of step 10)", "step 10"]
+    assert seen == [*(f"<b>fox, {each}" for each in fox), "hare, step 10", "hare, step 10", "<b>fox, step 10"]
+    swipe = (
+        "for (const [kind, x] of [['down', 300], ['up', 200]]) document.getElementById('viewer-stage').dispatchEvent("
+    )
+    swipe += "new PointerEvent('pointer' + kind, {clientX: x, clientY: 200}))"
+    light.driver.execute_script(swipe)
+    assert light.text("#viewer-step") == "step 20"
+    draw("step-000030")
+    light.until(lambda: light.driver.find_elements("css selector", "#shot-1-3"), "the new step")
+    press(light, RIGHT)
+    assert light.text("#viewer-step") == "step 30"
+    press(light, ESCAPE)
+    light.until(lambda: light.driver.execute_script(FOCUSED) == "shot-1-3", "the focus where it was")
+    kept = "return [document.querySelector('#frame-2 input').value, "
+    kept += "getComputedStyle(document.getElementById('frame-2')).getPropertyValue('--cut')]"
+    assert light.driver.execute_script(kept) == ["20", "20%"] and light.text("#matrix-shown") == "step 10"
+    light.look(True, PHONE)
+    press(light, ENTER)
+    assert light.text("#viewer-step") == "step 30" and light.overflow() <= 0 and light.violations() == []
+    light.click("#viewer-close")
+    assert light.complaints() == []
+    light.look(False, DESKTOP)
+
+
+def test_runs_are_starred_hidden_deleted_and_restored_by_clicks(server: Server, folder: Path, light: Browser) -> None:
+    for name in ("first", "second"):
+        make_run(folder / "runs" / name, name=f"{name} of its kind")
+    light.look(True, PHONE)
+    light.open(server.url + "/")
+    light.click('[data-run="first"] [value="star"]')
+    light.until(lambda: light.text("#runs h2") == "first", "the starred run in front")
+    light.click('[data-run="second"] [value="hide"]')
+    light.until(lambda: "hidden" in light.text("#hidden-runs"), "the hidden run")
+    light.click("#hidden-runs > summary")
+    (folder / "runs" / "first" / "metrics.jsonl").write_text('{"step": 2, "loss": 0.5}\n')
+    light.until(lambda: "2 of 3 steps" in light.text('[data-run="first"]'), "an update")
+    assert light.text('#hidden-runs [data-run="second"] h2') == "second"  # which leaves it open
+    light.click('[data-run="first"] [id^="delete-"]')
+    light.until(lambda: "Delete first?" in light.text("#ask"), "the question")
+    assert light.violations() == [] and light.overflow() <= 0
+    press(light, ESCAPE)
+    assert (folder / "runs" / "first").is_dir()
+    light.click('[data-run="first"] [id^="delete-"]')
+    light.click("#delete-now")
+    light.until(lambda: "first is in the bin" in light.text("#said"), "the bin")
+    light.until(lambda: not light.driver.find_elements("css selector", '[data-run="first"]'), "no card")
+    assert not (folder / "runs" / "first").exists()
+    light.click("#undo")
+    light.until(lambda: light.text("#runs h2") == "first", "the run, with its star")
+    light.click('[data-run="first"] [id^="delete-"]')
+    light.click("#delete-now")
+    light.click("#bin-list > summary")
+    light.click("#empty-bin")
+    light.until(lambda: "Empty the bin?" in light.text("#ask"), "the question")
+    light.click("#empty-now")
+    light.until(lambda: light.text("#bin") == "", "an empty bin")
+    assert list((folder / "runs" / ".bin").iterdir()) == [] and light.complaints() == []
+    light.look(False, DESKTOP)
 
 
 @pytest.mark.timeout(900)
@@ -237,7 +325,7 @@ def test_a_newcomers_path(tmp_path: Path) -> None:
         browser.until(lambda: "/run/pics" in browser.driver.current_url, "the run's page", 300)
         first = browser.until(lambda: browser.text("#run-loss"), "a loss", 120)
         browser.until(lambda: browser.text("#run-loss") not in ("", first), "the next loss")
-        browser.until(lambda: browser.driver.find_elements("css selector", "#matrix img"), "pictures", 120)
+        browser.until(lambda: browser.driver.find_elements("css selector", "#timeline img"), "pictures", 120)
         assert browser.violations() == []
         browser.fill("#draw-prompt", "a photo of glim")
         browser.click("#draw-now")
@@ -257,7 +345,12 @@ def test_a_newcomers_path(tmp_path: Path) -> None:
         browser.fill("#compare-strengths", "0, 1")
         browser.click("#compare")
         browser.until(lambda: browser.driver.find_elements("css selector", "#frames-1 img"), "the comparison", 300)
-        address = browser.find("#download-result").get_attribute("href")
+        browser.click("#download")
+        browser.until(lambda: "pics.safetensors" in browser.text("#file-said"), "the file for ComfyUI", 120)
+        browser.click("#other-files > summary")
+        browser.click("#download-other")
+        browser.until(lambda: "as-written" in browser.text("#file-said"), "the file for diffusers")
+        address = browser.find("#file-said a").get_attribute("href")
         assert browser.violations() == [] and browser.complaints() == []
         comparison = browser.find(".comparison a").get_attribute("href")
         for page in (browser.find("#open-report").get_attribute("href"), comparison):
@@ -268,8 +361,8 @@ def test_a_newcomers_path(tmp_path: Path) -> None:
             assert browser.violations("color-contrast") == [], page
             assert browser.overflow() <= 0, page
     with serving(root) as server:  # the address outlives a server
-        there = urlsplit(address).path
-        urlretrieve(server.url + there, tmp_path / "lora.safetensors")
+        there = urlsplit(address)
+        urlretrieve(f"{server.url}{there.path}?{there.query}", tmp_path / "lora.safetensors")
     assert layers_in_diffusers(tmp_path / "lora.safetensors") > 0
 
 
@@ -344,8 +437,9 @@ def test_a_page_that_is_killed_in_the_middle_of_a_run_loses_nothing(tmp_path: Pa
         browser.until(lambda: metrics.read_text().count("\n") > before + 2, "steps without a page", 100)
         with serving(tmp_path, port) as again:
             browser.open(again.url + "/")
-            browser.until(lambda: browser.text("#queue").count("finished") == 2, "both runs", 300)
+            browser.until(lambda: browser.text("#runs").count("finished") == 2, "both runs", 300)
             assert "pics.1" in browser.text("#runs")
+            browser.until(lambda: browser.text("#queue") == "", "an empty queue")
     for name in ("pics", "pics.1"):
         rows = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == list(range(1, 61))

@@ -101,7 +101,8 @@ GETS: dict[str, dict[str, str]] = {
     "/data/thumbnail": {**IMAGE, "masked": "0"}, "/data/summary": PLACE, "/data/undo": {**PLACE, "refresh": ""},
     "/data/check": PLACE, "/data/captioning": PLACE, "/data/mask": IMAGE, "/data/mask/picture": IMAGE,
     "/data/mask/painted": IMAGE, "/run/{name}": {}, "/run/{name}/file/{path:path}": {}, "/run/{name}/now": {},
-    "/run/{name}/small/{path:path}": {}, "/run/{name}/exports/{file}": {},
+    "/run/{name}/small/{path:path}": {}, "/run/{name}/download": {"step": "4", "format": "comfyui"},
+    "/run/{name}/delete": {}, "/runs/bin": {}, "/runs/bin/empty": {},
 }  # fmt: skip
 POSTS: dict[str, dict[str, str]] = {
     "/queue/{what}": {"id": "1"},
@@ -119,7 +120,9 @@ POSTS: dict[str, dict[str, str]] = {
     "/run/{name}/ask": {"ask": "draw", "prompt": "a", "negative_prompt": "", "seed": "1", "steps": "1", "width": "64",
         "height": "64", "strength": "1", "guidance": "1"},
     "/run/{name}/compare": {"prompt": "a", "seed": "1", "step": "4", "strengths": "1"},
-    "/run/{name}/choose": {"step": "4"}, "/run/{name}/export": {"format": "kohya", "step": "4"},
+    "/run/{name}/choose": {"step": "4"}, "/run/{name}/convert": {"format": "comfyui", "step": "4"},
+    "/run/{name}/mark": {"what": "star"}, "/run/{name}/delete": {}, "/runs/bin/restore": {"id": "1"},
+    "/runs/bin/empty": {"ids": "1"},
     "/run/{name}/report": {}, "/run/{name}/finish": {"step": "4"}, "/run/{name}/continue": {"steps": "9"},
     "/run/{name}/stop": {"kind": "compare"},
     "/upload": {"name": "a", "bytes": "1"}, "/upload/{id}/file": {"path": "a.png", "size": "1"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,15 +11,17 @@ from pathlib import Path
 from urllib.parse import quote
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import save
 from serving import until
 from starlette.testclient import TestClient
 from web_pages import open_pages
 
-from simpletune.apps.web import processes, queue
+from simpletune.apps.web import processes, queue, run_page
 from simpletune.apps.web.roots import Roots
-from simpletune.apps.web.run.matrix import evenly_spaced, matrix_of
+from simpletune.apps.web.run.matrix import evenly_spaced, matrix_of, small_copy
 from simpletune.apps.web.run.progress import read_progress
 from simpletune.apps.web.run.series import MOST, Follower, Series
 from simpletune.apps.web.run_page import PARTS
@@ -27,6 +30,7 @@ from simpletune.runs.control import read_requests
 from simpletune.runs.report.charts import ChartLine, limits, svg_lines, ticks
 from simpletune.stages.png import save_png
 from simpletune.stages.sample import ImageRequest
+from simpletune.system.card_load import CardMeter
 from simpletune.system.locks import exclusive
 from simpletune.system.shell import quote_command
 from simpletune.system.stage_timer import Stage
@@ -90,9 +94,12 @@ def test_the_page_says_how_far_a_run_is_and_what_mends_it(client: TestClient, tm
     text = text_of(answer)
     assert "stopped step 12 of 120" in text and "by SIGTERM after step 12. It is saved and can continue" in text
     assert quote_command("simpletune", "train", run / "config.json", "--resume", "auto") in text
-    assert "3.00 GiB: weights 2.00, activations 1.00" in text and "left" not in text
+    table = " ".join(re.sub(r"<[^>]+>", " ", answer.text.partition('id="run-memory"')[2]).split())
+    assert "train 24.0 3.0 1.0 3.0 weights 2.0, activations 1.0" in table and "left" not in text
     assert 'id="draw-now"' not in answer.text and 'id="continue"' in answer.text
-    assert "Best checkpoint: step 10" in text
+    assert "Step 10, the last: a loss of 0.5000 on 2 held-out samples" in text
+    assert "Its held-out loss is 0.5000: the mean over 2 samples of pictures kept out of training" in text
+    assert "The last step's training loss, 0.0833, is lower, but says nothing about this one" in text
     with exclusive(run):
         answer = client.get("/run/one")
         text = text_of(answer)
@@ -213,6 +220,15 @@ def test_pictures_are_a_matrix_of_prompts_and_steps(client: TestClient, tmp_path
     assert HOSTILE not in text and "onerror" in unescape(text) and "&lt;img" in text
     small = client.get("/run/one/small/samples/base/prompt-00.png")
     assert small.headers["content-type"] == "image/webp" and small.content[:4] == b"RIFF"
+    rows = [re.findall(r'data-title="([^"]+)"', each) for each in text.split('class="timeline"')[1:]]
+    assert [len(row) for row in rows] == [23, 2] and rows[1] == ["base", "step 10"] and rows[0][-1] == "step 400"
+
+
+def test_a_tiny_picture_is_copied_without_blocks(tmp_path: Path) -> None:
+    noise = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.png")
+    with Image.open(io.BytesIO(small_copy(tmp_path / "a.png", 1))) as copy:
+        assert (np.asarray(copy.convert("RGB")) == noise).all()
 
 
 def test_only_files_of_the_run_of_known_kinds_are_sent(client: TestClient, tmp_path: Path) -> None:
@@ -222,10 +238,6 @@ def test_only_files_of_the_run_of_known_kinds_are_sent(client: TestClient, tmp_p
     (run / "evil.svg").write_text("<svg/>")
     (tmp_path / "secret.png").write_bytes(b"secret")
     (run / "leak.png").symlink_to(tmp_path / "secret.png")
-    saved = run / "checkpoints/step-000010/pytorch_lora_weights.safetensors"
-    saved.write_bytes(b"saved")
-    links = re.findall(r'href="(/run/one/file/[^"]*safetensors)"', client.get("/run/one").text)
-    assert [client.get(link).content for link in links] == [b"weights", b"saved"]
     sent = client.get("/run/one/file/pytorch_lora_weights.safetensors")
     assert sent.content == b"weights" and sent.headers["content-disposition"] == "attachment"
     page = client.get("/run/one/file/report.html")
@@ -235,7 +247,7 @@ def test_only_files_of_the_run_of_known_kinds_are_sent(client: TestClient, tmp_p
         assert client.get(f"/run/one/file/{path}").status_code == 404, path
         assert client.get(f"/run/one/small/{path}").status_code == 404, path
     assert client.get("/run/none").status_code == client.get("/run/../now").status_code == 404
-    for verb in ("ask", "compare", "choose", "export", "finish", "continue"):  # whatever is sent
+    for verb in ("ask", "compare", "choose", "convert", "finish", "continue", "mark", "delete"):  # whatever is sent
         for name, status in (("none", 404), ("one", 415)):
             assert client.post(f"/run/{name}/{verb}", json={}).status_code == status, (name, verb)
 
@@ -310,25 +322,120 @@ def test_a_comparison_is_drawn_by_a_command_and_shown_with_a_slider(
 
 
 def test_what_the_buttons_start(client: TestClient, tmp_path: Path, started: list[list[str]]) -> None:
-    run, place = tmp_path / "runs" / "one", tmp_path / "runs" / ".web" / "exports" / "run-one"
+    run = tmp_path / "runs" / "one"
     client.post("/run/one/choose", data={"step": "10"})
     client.post("/run/one/choose", data={"step": "auto"})
     client.post("/run/one/report")
-    client.post("/run/one/export", data={"format": "kohya", "step": "10"})
     client.post("/run/one/finish", data={"step": "10"})
-    target = str(place / "lora-one-10-kohya.safetensors")
     assert started == [
         ["choose-one", "evaluate", str(run), "--choose", "10"],
         ["choose-one", "evaluate", str(run), "--choose", "auto"],
         ["report-one", "report", str(run)],
-        ["export-one", "export", f"{run}@10", "--format", "kohya", "--out", target, "--overwrite"],
         ["finish-one", "finish", f"{run}@10"],
     ]
-    assert client.post("/run/one/export", data={"format": "../x"}).status_code == 422
-    (place / "lora-one-10-kohya.safetensors").write_bytes(b"converted")
-    assert client.get("/run/one/exports/lora-one-10-kohya.safetensors").content == b"converted"
-    assert client.get("/run/one/exports/..%2F..%2Fqueue.json").status_code == 404
-    assert "download>lora-one-10-kohya.safetensors</a>" in client.get("/run/one/after").text
+
+
+SAVED = "checkpoints/step-000010/pytorch_lora_weights.safetensors"
+
+
+def lora(layout: str) -> bytes:
+    """A LoRA file's bytes in diffusers' or kohya's layout."""
+    name, ends = {
+        "diffusers": ("transformer.transformer_blocks.0.attn.to_q", (".lora_A.weight", ".lora_B.weight")),
+        "kohya": ("lora_unet_joint_blocks_0_x_block_attn_proj", (".lora_down.weight", ".lora_up.weight")),
+    }[layout]
+    return save({name + ends[0]: np.ones((2, 4), np.float32), name + ends[1]: np.ones((4, 2), np.float32)})
+
+
+def test_one_button_gives_the_best_step_for_comfyui_converted_once(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, begun = tmp_path / "runs" / "one", []
+    (run / SAVED).write_bytes(lora("diffusers"))
+
+    def start(roots: Roots, words: list[str], name: str, title: str) -> None:
+        begun.append(words)
+        Path(words[words.index("--out") + 1]).write_bytes(b"converted")
+
+    monkeypatch.setattr(processes, "start", start)
+    page = client.get("/run/one").text
+    assert "Download for ComfyUI<small>step 10, the last</small>" in page
+    form = page.partition('action="/run/one/convert"')[2]
+    assert 'name="step" value="10"' in form and 'name="format" value="comfyui"' in form
+    part = client.post("/run/one/convert", data={"step": "10", "format": "comfyui"}, headers={"hx-request": "true"})
+    address = unescape(re.findall(r'href="([^"]+)" download', part.text)[0])
+    assert "one.safetensors" in part.text and "models/loras" in part.text
+    sent = client.get(address)
+    assert sent.content == b"converted" and 'filename="one.safetensors"' in sent.headers["content-disposition"]
+    assert client.post("/run/one/convert", data={"step": "10"}).headers["location"] == address  # without scripts
+    assert len(begun) == 1 and begun[0][:4] == ["export", f"{run}@10", "--format", "kohya"]
+    assert Path(begun[0][5]).is_relative_to(tmp_path / "runs" / ".web" / "downloads" / "run-one")
+    (run / SAVED).write_bytes(lora("diffusers") + b"")  # trained again
+    os.utime(run / SAVED, ns=(1, 1))
+    assert client.get(address).status_code == 404
+    client.post("/run/one/convert", data={"step": "10"})
+    assert len(begun) == 2 and len(list((tmp_path / "runs/.web/downloads/run-one").iterdir())) == 1
+    written = client.get("/run/one/download?step=10&format=as-written")
+    assert written.content == lora("diffusers") and "one-step-10-as-written" in written.headers["content-disposition"]
+    assert len(begun) == 2
+    for wrong in ({"format": "../x"}, {"step": "x"}, {"step": "11"}, {"step": ""}):
+        assert client.post("/run/one/convert", data={"step": "10", **wrong}).status_code == 422, wrong
+
+
+def test_a_file_that_comfyui_loads_is_not_converted(
+    client: TestClient, tmp_path: Path, started: list[list[str]]
+) -> None:
+    run = tmp_path / "runs" / "one"
+    (run / SAVED).write_bytes(lora("kohya"))
+    assert client.post("/run/one/convert", data={"step": "10"}).status_code == 303
+    assert client.get("/run/one/download?step=10&format=comfyui").content == lora("kohya")
+    assert started == []
+    options = client.get("/run/one/result").text.partition('id="file-format"')[2].partition("</select>")[0]
+    assert (
+        "as the run wrote it (kohya)" in options and 'value="kohya"' not in options and 'value="diffusers"' in options
+    )
+
+
+def test_a_conversion_that_fails_says_why_on_the_page(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "one" / SAVED).write_bytes(lora("diffusers"))
+    honest = processes.start
+    (tmp_path / "fails.py").write_text("raise SystemExit('error: the disk is full')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(processes, "start", lambda roots, words, name, title: honest(roots, [], name, "fails", title))
+    answer = client.post("/run/one/convert", data={"step": "10"}, headers={"hx-request": "true"})
+    assert answer.status_code == 200 and "The file could not be converted: the disk is full" in text_of(answer)
+
+
+def test_a_full_fine_tuning_says_where_its_folder_is(client: TestClient, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    (run / "config.json").write_text(json.dumps({**SETTINGS, "adapter": {"method": "full"}}))
+    (run / "summary.json").write_text(json.dumps({"steps": 12, "output": "runs/one/transformer"}))
+    text = text_of(client.get("/run/one/result"))
+    assert "The result is the folder runs/one/transformer" in text and "Download for" not in text
+    assert f"simpletune merge --base {run} --out one.safetensors" in text
+
+
+def test_the_card_s_figures_are_shown_while_a_run_trains_on_one(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs" / "one"
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 'NVIDIA L4, 7168, 23040, 97, 68.31, [N/A], 61'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(run_page, "METER", CardMeter())
+    with exclusive(run):
+        assert client.get("/run/one/card").text.strip() == ""  # it trains on the CPU
+        attempts = (run / "attempts.json").read_text()
+        (run / "attempts.json").write_text(attempts.replace('"cpu"', '"NVIDIA L4"'))
+        text = re.sub(r"\s+", " ", text_of(client.get("/run/one/card")))
+        assert text.strip() == "Card's memory now7.0 of 22.5 GiBPower68 WTemperature61 °CLoad97 %"
+        smi.unlink()
+        assert client.get("/run/one/card").text.strip() == ""
+    assert client.get("/run/one/card").text.strip() == ""
 
 
 def test_a_comparison_is_shown_while_it_runs_and_can_be_stopped(
@@ -343,11 +450,13 @@ def test_a_comparison_is_shown_while_it_runs_and_can_be_stopped(
 
     monkeypatch.setattr(processes, "start", start)
     asked = {"prompt": "a dog", "step": "10"}
-    assert "Started: Comparison of one." in client.post("/run/one/compare", data=asked).text
+    assert "Started: Comparison." in client.post("/run/one/compare", data=asked).text
     until(lambda: "compare: 1 of 9" in client.get("/run/one/jobs").text)
-    assert "Comparison: running" in text_of(client.get("/run/one")) and 'value="compare"' in client.get("/run/one").text
+    page = client.get("/run/one")  # as after a reload
+    assert re.search(r"running Comparison, \d+ s", text_of(page)) and 'value="compare"' in page.text
     twice = client.post("/run/one/compare", data=asked)
-    assert twice.status_code == 422 and "Comparison of one is still running. Wait for its end" in twice.text
+    assert twice.status_code == 200 and "Comparison is still running, since" in text_of(twice)
+    assert 'value="compare"' in twice.text and "compare-one" not in text_of(twice)
     assert client.post("/run/one/stop", data={"kind": "train"}).status_code == 422
     assert client.post("/run/one/stop", data={"kind": "compare"}).status_code == 200
     until(lambda: "Comparison: stopped" in text_of(client.get("/run/one/jobs")))

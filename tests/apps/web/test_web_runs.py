@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -11,11 +12,17 @@ import pytest
 from PIL import Image
 from web_pages import open_pages
 
-from simpletune.apps.web import queue, run_state, runs_page
+from simpletune.apps.web import queue, run_bin, run_state, runs_page
+from simpletune.apps.web.marks import Marks, read_marks
 from simpletune.apps.web.queue import QueueEntry
 from simpletune.apps.web.roots import make_roots
 from simpletune.apps.web.run_state import newest_image
 from simpletune.apps.web.runs_page import differences, flatten
+from simpletune.runs.folder import newest_run
+from simpletune.system.locks import exclusive
+from simpletune.system.options import UserError
+
+SURE = {"sure": "yes"}  # an empty form, which the client would send as none
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +53,11 @@ def test_the_table_shows_pictures_figures_and_what_differs(tmp_path: Path) -> No
     text = client.get("/").text
     assert "c&amp;&lt;i&gt;" in text and "<i>" not in text
     assert "adapter.rank 64" in text and "optimizer.lr 5e-05" in text and "adapter.rank 8" not in text
-    assert text.count("3.50 GiB") == 4 and text.count("2 h 0 min") == 4 and text.count("0.1250") == 4
+    assert text.count("3.50 GiB") == 4 and text.count("2 h 0 min") == 4 and text.count("evaluation loss 0.1250") == 4
     address = text.partition('src="/runs/thumbnail/')[2].partition('"')[0]
     answer = client.get(f"/runs/thumbnail/{address}")
-    assert answer.headers["content-type"] == "image/jpeg" and "max-age" in answer.headers["cache-control"]
-    (small,) = (tmp_path / "runs" / ".web" / "thumbnails").glob("*.jpg")
+    assert answer.headers["content-type"] == "image/webp" and "max-age" in answer.headers["cache-control"]
+    (small,) = (tmp_path / "runs" / ".web" / "thumbnails").glob("*.webp")
     with Image.open(small) as image:
         assert image.size == (512, 171)
     changed = small.stat().st_mtime_ns
@@ -83,13 +90,13 @@ def test_two_hundred_runs_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for number in range(200):
         make_run(tmp_path / "runs" / f"run{number}", image=False, seed=number)
     roots = make_roots(tmp_path / "runs", [tmp_path])
-    assert len(runs_page.rows(roots)) == 200
+    assert len(runs_page.rows(roots, Marks())) == 200
     reads = []
     monkeypatch.setattr(runs_page, "state_of", lambda folder: reads.append(folder) or run_state.state_of(folder))
     with (tmp_path / "runs" / "run7" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "loss": 0.5}\n')
     begun = time.process_time()
-    shown = runs_page.rows(roots)
+    shown = runs_page.rows(roots, Marks())
     print(f"{time.process_time() - begun:.3f} s of processor time for the table of 200 runs, one changed")
     assert [folder.name for folder in reads] == ["run7"]  # the others are read when they change
     assert any(row["state"].done == 11 for row in shown)  # type: ignore[attr-defined]
@@ -126,6 +133,107 @@ def test_the_queue_has_its_buttons(tmp_path: Path) -> None:
     assert "newer" not in client.post("/queue/remove", data={"id": "9"}, headers={"hx-request": "true"}).text
     (roots.own / "queue.json").write_text("{")
     assert "is damaged" in client.get("/").text
+
+
+def test_a_run_that_ended_as_planned_leaves_the_queue(tmp_path: Path) -> None:
+    roots = make_roots(tmp_path / "runs", [tmp_path])
+    states = ("finished", "stopped", "failed", "killed")
+    entries = [QueueEntry(id=state, name=state, config="c", device="cpu", state=state) for state in states]
+    make_run(tmp_path / "runs" / "finished")
+    queue.change(roots, lambda old: entries)
+    client = open_pages(tmp_path)
+    shown = [state for state in states if f'id="remove-{state}"' in client.get("/runs/queue").text]
+    assert shown == ["stopped", "failed", "killed"]  # the stopped one had not begun
+    make_run(tmp_path / "runs" / "stopped")
+    assert 'id="remove-stopped"' not in client.get("/runs/queue").text
+    assert client.get("/queued/finished").headers["location"] == "/run/finished"
+
+
+def test_a_card_says_which_loss_the_best_step_has(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "a")
+    row = {"step": 5, "eval_loss": 0.0871, "eval_losses": [0.08, 0.0942], "held_out": True}
+    (run / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
+    for best, said in (
+        ({"step": 5, "by": "held-out loss"}, "best step 5 by held-out loss (held-out loss 0.0871)"),
+        ({"step": 10, "by": "last"}, "last step 10<"),
+    ):
+        (run / "summary.json").write_text(json.dumps({"steps": 10, "best": best, "eval_loss_after": 0.125}))
+        text = open_pages(tmp_path).get("/").text
+        assert said in text and "0.1250" not in text and "0.2500" not in text
+
+
+def test_stars_and_hidden_runs_are_marked_beside_the_runs(tmp_path: Path) -> None:
+    for name in ("a", "b", "c<i>"):
+        make_run(tmp_path / "runs" / name)
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").glob("[abc]*/**/*")}
+    client, roots = open_pages(tmp_path), make_roots(tmp_path / "runs", [tmp_path])
+    htmx = {"hx-request": "true"}
+    starred = client.post("/run/a/mark", data={"what": "star"}, headers=htmx)
+    assert starred.status_code == 204 and starred.headers["hx-trigger"] == "renew"
+    assert client.post("/run/c<i>/mark", data={"what": "hide"}).headers["location"] == "/"  # without scripts
+    assert client.post("/run/a/mark", data={"what": "eat"}).status_code == 422
+    page = client.get("/").text
+    places = [
+        page.index(each) for each in ('aria-label="Star a"', 'aria-label="Star b"', "Show 1 hidden", "c&lt;i&gt;")
+    ]
+    assert places == sorted(places)
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    (tmp_path / "runs" / "a").rename(tmp_path / "runs" / "a.1")  # as a new run of its name does
+    started = (make_run(tmp_path / "runs" / "a") / "attempts.json").read_text()
+    (tmp_path / "runs" / "a" / "attempts.json").write_text(started.replace("T10:", "T11:"))
+    stars = {row["state"].name: row["starred"] for row in runs_page.rows(roots, read_marks(roots))}
+    assert stars == {"a": False, "a.1": True, "b": False, "c<i>": False}
+    client.post("/run/a.1/mark", data={"what": "unstar"})
+    client.post("/run/c<i>/mark", data={"what": "unhide"})
+    assert read_marks(roots) == Marks()
+    (roots.own / "marks.json").write_text("[")
+    assert "marks.json is damaged" in client.get("/").text
+    client.post("/run/b/mark", data={"what": "star"})
+    assert len(read_marks(roots).starred) == 1 and (roots.own / "marks.json.damaged").is_file()
+
+
+def test_a_deleted_run_lies_in_the_bin_until_it_is_emptied(tmp_path: Path) -> None:
+    runs, client = tmp_path / "runs", open_pages(tmp_path)
+    run, roots = make_run(runs / "a"), make_roots(tmp_path / "runs", [tmp_path])
+    (run / "weights").write_bytes(bytes(3 * 2**20))
+    asked = client.get("/run/a/delete").text
+    assert "Delete a?" in asked and "3.0 MiB move to the bin" in asked and run.is_dir()
+    said = client.post("/run/a/delete", headers={"hx-request": "true"}, data=SURE).text
+    assert "a is in the bin" in said and not run.exists() and list(roots.all_runs()) == []
+    assert client.get("/run/a").status_code == 404
+    with pytest.raises(UserError, match="contains no finished run"):  # nor do the verbs see it
+        newest_run(runs)
+    assert "Bin: 1 run, 3.0 MiB" in client.get("/runs/bin").text
+    make_run(run)
+    binned = run_bin.read_bin(roots)
+    client.post("/runs/bin/restore", data={"id": binned[0].id})
+    assert (runs / "a.1" / "weights").is_file() and run_bin.read_bin(roots) == [] and (run / "config.json").is_file()
+    assert list((runs / ".bin").iterdir()) == []
+    assert client.post("/runs/bin/restore", data={"id": binned[0].id}).status_code == 422
+    client.post("/run/a/delete", data=SURE)
+    asked = client.get("/runs/bin/empty").text
+    client.post("/run/a.1/delete", data=SURE)  # by another page, after the question
+    (ids,) = re.findall(r'name="ids" value="([^"]+)"', asked)
+    client.post("/runs/bin/empty", data={"ids": ids})
+    assert [each.name for each in run_bin.read_bin(roots)] == ["a.1"]
+    client.post("/runs/bin/empty", data={"ids": "../../runs"})
+    assert [each.name for each in run_bin.read_bin(roots)] == ["a.1"]
+
+
+def test_a_run_that_something_works_on_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, client = make_run(tmp_path / "runs" / "a"), open_pages(tmp_path)
+    roots = make_roots(tmp_path / "runs", [tmp_path])
+    with exclusive(run):
+        assert "in use by another run" in client.post("/run/a/delete", data=SURE).text
+    entry = QueueEntry(id="1", name="a", config="c", device="cpu", resume=True)
+    queue.change(roots, lambda old: [entry])
+    assert "a is in the queue" in client.post("/run/a/delete", data=SURE).text
+    queue.change(roots, lambda old: [])
+    with monkeypatch.context() as patch:
+        patch.setattr(runs_page.processes, "is_running", lambda roots, name: name == "compare-a")
+        assert "Comparison of a is still running" in client.post("/run/a/delete", data=SURE).text
+    assert run.is_dir() and run_bin.read_bin(roots) == []
+    assert client.post("/run/a/delete", data=SURE).status_code == 303
 
 
 def test_a_queued_run_leads_to_its_page_once_it_has_begun(tmp_path: Path) -> None:

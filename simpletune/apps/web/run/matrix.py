@@ -22,6 +22,7 @@ from simpletune.system.options import Json
 
 COLUMNS = 24  # steps shown besides the base
 SIDE = 512  # pixels of a small copy
+TINY = 128  # pixels: app.js lets pictures up to this width stay sharp
 STEP = re.compile(r"^step-(\d{6,})$")
 PROMPT = re.compile(r"^prompt-(\d+)\.png$")
 COMPARE = "compare"
@@ -98,10 +99,14 @@ def _parameters_of(file: Path, stamp: Hashable) -> Json:
 def small_copy(file: Path, stamp: Hashable) -> bytes:
     """Make a copy of a picture of at most ``SIDE`` pixels a side, as WebP; cached until its stamp changes. Raises
     OSError, SyntaxError or ValueError if it is damaged."""
-    with Image.open(file) as image:
-        image.thumbnail((SIDE, SIDE))
-        data = io.BytesIO()
-        image.convert("RGB").save(data, format="WEBP", quality=85)
+    try:
+        with Image.open(file) as image:
+            image.thumbnail((SIDE, SIDE))
+            data = io.BytesIO()
+            exact = max(image.size) <= TINY  # a page enlarges it, and would show blocks
+            image.convert("RGB").save(data, format="WEBP", quality=85, lossless=exact)
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from None
     return data.getvalue()
 
 

@@ -17,7 +17,7 @@ from simpletune.runs.repair import is_start
 from simpletune.runs.report.charts import ChartLine, svg_lines
 from simpletune.runs.report.run_data import read_object
 from simpletune.system.console import TrainingProgress, duration
-from simpletune.system.options import Json
+from simpletune.system.options import Json, plural
 from simpletune.system.shell import quote_command
 from simpletune.system.stage_timer import Stage
 
@@ -107,6 +107,42 @@ def trouble_of(state: RunState) -> str:
     if state.word == "failed":
         return f"{ending} after step {state.done:,}:\n{state.reason or 'no reason was recorded'}"
     return f"{ending} after step {state.done:,}: no end was recorded. It can continue from its last checkpoint."
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A validation loss: the mean over the same samples and noise at every evaluation."""
+
+    loss: float
+    samples: int  # 0: not known
+    held_out: bool  # of pictures kept out of training, not of training's own
+
+    @property
+    def name(self) -> str:
+        return "held-out loss" if self.held_out else "evaluation loss"
+
+    def explain(self, training: float | None) -> str:
+        """Say what the loss is of, and why that of the last step, ``training``, is another."""
+        many = plural(self.samples, "sample") if self.samples else "samples"
+        of = "pictures kept out of training" if self.held_out else "training's pictures"
+        said = f"the mean over {many} of {of}, with the same noise at every evaluation"
+        if training is None:
+            return f"{said}."
+        beside = "lower" if training < self.loss else "higher" if training > self.loss else "equal"
+        return (
+            f"{said}. The last step's training loss, {training:.4f}, is {beside}, but says nothing about this one: it "
+            "is of that step's few pictures and noise alone."
+        )
+
+
+def evaluation_at(folder: Path, step: int) -> Evaluation | None:
+    """Return the validation loss of a step; None if it was not evaluated."""
+    rows = [row for row in follow(folder / EVALUATIONS, (), EVALUATIONS_KEPT).recent if row["step"] == step]
+    if not rows or not isinstance(rows[-1].get("eval_loss"), int | float):
+        return None
+    losses = rows[-1].get("eval_losses")
+    count = len(losses) if isinstance(losses, list) else 0
+    return Evaluation(float(rows[-1]["eval_loss"]), count, bool(rows[-1].get("held_out")))
 
 
 def losses_of(folders: Sequence[Path]) -> str:
