@@ -382,6 +382,16 @@ def test_one_button_gives_the_best_step_for_comfyui_converted_once(
         assert client.post("/run/one/convert", data={"step": "10", **wrong}).status_code == 422, wrong
 
 
+def test_the_result_is_offered_only_if_it_is_of_the_best_step(client: TestClient, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    for file in (SAVED, "pytorch_lora_weights.safetensors"):
+        (run / file).write_bytes(lora("diffusers"))
+    for steps, step in ((12, "10"), (10, "")):
+        (run / "summary.json").write_text(json.dumps({"steps": steps, "output": "x"}))
+        form = client.get("/run/one/result").text.partition('action="/run/one/convert"')[2]
+        assert form.index(f'name="step" value="{step}"') < form.index("step 10, the last"), steps
+
+
 def test_a_file_that_comfyui_loads_is_not_converted(
     client: TestClient, tmp_path: Path, started: list[list[str]]
 ) -> None:

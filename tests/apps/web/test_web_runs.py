@@ -137,7 +137,7 @@ def test_the_queue_has_its_buttons(tmp_path: Path) -> None:
 
 def test_a_run_that_ended_as_planned_leaves_the_queue(tmp_path: Path) -> None:
     roots = make_roots(tmp_path / "runs", [tmp_path])
-    states = ("finished", "stopped", "failed", "killed")
+    states: tuple[queue.State, ...] = ("finished", "stopped", "failed", "killed")
     entries = [QueueEntry(id=state, name=state, config="c", device="cpu", state=state) for state in states]
     make_run(tmp_path / "runs" / "finished")
     queue.change(roots, lambda old: entries)
