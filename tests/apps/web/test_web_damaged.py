@@ -92,7 +92,8 @@ STATE = {"state": "{}"}
 GETS: dict[str, dict[str, str]] = {
     "/": {}, "/events": {}, "/changes": {"since": "0"}, "/static/{name}": {},
     "/runs/table": {"run": "whole"}, "/runs/losses": {"run": "whole"}, "/runs/queue": {}, "/runs/thumbnail/{name}": {},
-    "/start": {"folder": "pics", "file": "", "from": ""}, "/start/live": {"key": "0" * 24, "last": "0" * 24},
+    "/start": {"folder": "pics", "file": "", "from": "", "base": "preset", "card": "here", "trigger": "", "what": "",
+        "answers": "{}", "name": "a", "train.steps": "1", "model.pretrained": "demo:tiny-sd3"}, "/start/live": {"key": "0" * 24, "last": "0" * 24},
     "/start/run": {}, "/start/config.json": {}, "/queue/{what}": {},
     "/queued/{id}": {}, "/queued/{id}/part": {}, "/folders": {"folder": "pics"},
     "/data": {**PLACE, "folder": "", "show": "all", "q": "", "page": "1", "order": "name"},
@@ -107,6 +108,7 @@ GETS: dict[str, dict[str, str]] = {
 POSTS: dict[str, dict[str, str]] = {
     "/queue/{what}": {"id": "1"},
     "/start/change": {**STATE, "choice": '["a", "b"]', "base": "preset", "card": "here", "trigger": "", "name": "a",
+        "class": "", "what": "", "pick": "demo:tiny-sd3",
         "data.path": "pics", "model.pretrained": "demo:tiny-sd3", "output.cache": "", "optimizer.lr": "1",
         "train.steps": "1"},
     "/start/run": STATE, "/start/config.json": STATE,
