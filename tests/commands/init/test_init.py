@@ -477,7 +477,7 @@ def test_a_missing_login_or_licence_is_said_before_a_download(
     monkeypatch.setattr(fit_card, "access", access)
     finding = Finding("hub login", WARNING, "no token", "", "hf auth login")
     monkeypatch.setattr(fit_card, "login", lambda machine: [finding])
-    monkeypatch.setattr(fit_card, "_predict", lambda config, card: ("1 MiB", True))
+    monkeypatch.setattr(fit_card, "_predict", lambda config, card: ("1 MiB", True, []))
     assert main(["init", str(tiny_images), "--device", "L4", "--out", str(tmp_path / "a.json")]) == 0
     text = capsys.readouterr().out
     assert asked == [MEDIUM] and "hf auth login" in text and "accept the licence" in text
@@ -555,12 +555,13 @@ def test_a_folder_is_trained_with_the_configuration_beside_it(tmp_path: Path, mo
 
 
 def test_the_predicted_peak_is_compared_with_the_card(tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
-    words, fits = fit_card._predict_peak(tiny_config, L4)
+    words, fits, speed = fit_card._predict(tiny_config, L4)
     needed = int(re.match(r"([\d,]+) MiB of the card's 22,", words).group(1).replace(",", ""))  # type: ignore[union-attr]
     assert fits and "with allowances, most in the stage " in words
+    assert "a step, limited by the host" in speed[0] and speed[-1].startswith("train.batch_size=")
     assert capsys.readouterr().out == "predict    memory on L4\n", "what the configuration settles is not said"
     for gib, enough in (((needed + 1) / 1024, True), ((needed - 1) / 1024, False)):
-        assert fit_card._predict_peak(tiny_config, Card("Test", gib, (8, 9), found=1.0))[1] is enough
+        assert fit_card._predict(tiny_config, Card("Test", gib, (8, 9), found=1.0))[1] is enough
 
 
 def test_files_that_may_hold_captions_are_asked_about(tmp_path: Path) -> None:
