@@ -28,6 +28,8 @@ from web_browser import (
     serving,
 )
 
+from simpletune.adapters.files.describe import describe
+
 from simpletune.stages.png import save_png
 from simpletune.stages.sample import ImageRequest
 
@@ -139,6 +141,36 @@ def test_pictures_come_to_the_page_and_fill_the_form(
     assert list(folder.glob(".*.part")) == []
 
 
+def test_settings_are_found_by_search_and_a_reload_keeps_the_form(server: Server, light: Browser) -> None:
+    light.open(server.url + "/start?folder=pics&trigger=glim&train.steps=60")
+    light.click("#everything > summary")
+    light.fill("#i-search", "learning rate warm")
+    shown = lambda: [  # noqa: E731
+        each.get_attribute("id")
+        for each in light.driver.find_elements("css selector", "#everything .field")
+        if each.is_displayed()
+    ]
+    light.until(lambda: "f-schedule-warmup_steps" in shown() and len(shown()) < 9, "few settings")
+    assert light.text("#found") == f"{len(shown())} settings" and light.violations() == []
+    light.fill("#i-search", "no such thing")
+    light.until(lambda: shown() == [] and light.text("#found") == "0 settings", "none")
+    light.fill("#i-search", "")
+    light.until(lambda: light.find("#f-base").is_displayed(), "all of them")
+    light.fill('[name="optimizer.lr"]', "0.002")
+    light.until(lambda: "optimizer.lr=0.002" in light.driver.current_url, "the address")
+    light.driver.refresh()
+    kept = {"data.path": "pics", "trigger": "glim", "train.steps": "60", "optimizer.lr": "0.002"}
+    light.until(
+        lambda: kept == {name: light.find(f'[name="{name}"]').get_attribute("value") for name in kept}, "the form again"
+    )
+    light.click("#captions > summary")
+    light.fill('[name="trigger"]', "glum")
+    light.until(
+        lambda: "a picture in glum style" in light.text("#captions") or "glum" in light.text("#captions"), "new"
+    )
+    assert light.complaints() == [], "what is open stays open"
+
+
 def test_the_start_page_works_by_keyboard_alone(server: Server, folder: Path, light: Browser) -> None:
     light.open(server.url + "/start")
     assert press(light, TAB) == "skip"
@@ -183,32 +215,65 @@ def test_questions_are_answered_by_buttons_and_an_upload_shows_its_pictures(
     assert light.complaints() == []
 
 
-def test_an_empty_folder_becomes_a_lora_by_keyboard_alone(tmp_path: Path) -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("by", ["mouse", "touch", "keyboard"])
+def test_an_empty_folder_becomes_a_file_for_comfyui_without_typing_a_path(by: str, tmp_path: Path) -> None:
     files = sorted(images(tmp_path / "elsewhere").iterdir())
-    root = tmp_path / "root"
+    root, taken = tmp_path / "root", tmp_path / "taken"
     root.mkdir()
-    with serving(root) as server, browsing() as browser:
+    start = time.monotonic()
+    with serving(root) as server, browsing(size=PHONE if by == "touch" else DESKTOP) as browser:
+        browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(taken)})
+
+        def press_on(css: str, name: str) -> None:
+            if by == "keyboard":
+                tab_to(browser, name)
+                press(browser, ENTER)
+            elif by == "touch":
+                tap(browser, css)
+            else:
+                browser.click(css)
+
         browser.open(server.url + "/")
-        tab_to(browser, "button main")
-        press(browser, ENTER)
+        press_on('a.main[href="/start"]', "button main")
         browser.until(lambda: urlsplit(browser.driver.current_url).path == "/start", "the form")
         browser.driver.execute_script(  # the system's window, which a person would use now
             "document.getElementById('upload-files').addEventListener('click', (event) => { event.preventDefault(); "
             "document.title = 'files'; })"
         )
-        tab_to(browser, "upload-files")
-        press(browser, ENTER)
-        assert browser.driver.title == "files"
+        press_on('[data-opens="upload-files"]', "upload-files")
+        browser.until(lambda: browser.driver.title == "files", "the system's window")
         browser.find("#upload-files").send_keys("\n".join(map(str, files)))
         browser.until(lambda: "4 pictures are in" in browser.text("#upload-said"), "the upload")
-        tab_to(browser, "trigger")
-        press(browser, "glim")
+        if by == "keyboard":
+            tab_to(browser, "trigger")
+            press(browser, "glim")
+        else:
+            browser.fill('[name="trigger"]', "glim")
         browser.until(lambda: browser.text("#why") == "" and "glim" in browser.raw("#command"), "the form", 120)
-        tab_to(browser, "go")
-        press(browser, ENTER)
+        press_on("#go", "go")
         browser.until(lambda: "/run/" in browser.driver.current_url, "the run's page", 300)
         browser.until(lambda: "finished" in browser.text("#run-state"), "the end", 600)
-        tab_to(browser, "download")
+        press_on("#download", "download")
+        browser.until(lambda: list(taken.glob("*.safetensors")), "the file", 120)
+        assert browser.overflow() <= 0 and browser.complaints() == []
+    (file,) = taken.glob("*.safetensors")
+    print(f"by {by}: from an empty folder to {file.name} in {time.monotonic() - start:.0f} s")
+    tools = {tool["tool"]: tool["loads"] for tool in describe(file)["tools"]}
+    assert tools["ComfyUI"] == "yes"
+
+
+def tap(browser: Browser, css: str) -> None:
+    """Tap on an element with a finger."""
+    script = "const e = document.querySelector(arguments[0]); e.scrollIntoView({block: 'center'}); "
+    script += "const box = e.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]"
+    browser.find(css)
+    x, y = browser.driver.execute_script(script, css)
+    browser.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    browser.driver.execute_cdp_cmd(
+        "Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [{"x": x, "y": y}]}
+    )
+    browser.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
 
 
 def test_two_pages_see_the_same_and_a_stopped_server_is_said(folder: Path, server: Server, light: Browser) -> None:
