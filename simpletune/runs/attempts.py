@@ -183,9 +183,12 @@ class AttemptRecorder:
         _write(self.folder, self.all)
 
     def note_work(self, words: str) -> None:
-        """Record what is being done beside the steps, for pages; empty: nothing."""
+        """Record what is being done beside the steps, for pages, and nothing else; empty: nothing."""
+        if self._stages is None:
+            return
+        self.all[-1] = self.all[-1].model_copy(update={"doing": words})
         with suppress(OSError, DiskFull):  # the work itself says that the disk is full
-            self.update(doing=words)
+            _write(self.folder, self.all)
 
     def close(self) -> None:
         """Stop recording, because the run is finished."""

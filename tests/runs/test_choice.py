@@ -225,8 +225,8 @@ def test_drift_is_the_change_of_the_prediction(method: str, tiny_config: dict, m
     compare = LossEvaluator._compare
 
     def watched(self: LossEvaluator, transformer, base):
-        passes = {group: self._passes(transformer, draws) for group, draws in self.groups.items()}
-        seen.append({f"{group}.{n}": p for group, found in passes.items() for n, (p, _) in enumerate(found)})
+        passes = self._passes(transformer, self.groups)
+        seen.append({f"{group}.{n}": prediction for group, n, prediction, _ in passes})
         return compare(self, transformer, base)
 
     monkeypatch.setattr(LossEvaluator, "_compare", watched)
