@@ -29,7 +29,7 @@ function find() { // shows the fields that have all words, and opens their secti
   document.getElementById("f-base").hidden = wanted.length > 0;
   document.getElementById("found").textContent = wanted.length ? `${found} setting${found === 1 ? "" : "s"}` : "";
 }
-search.addEventListener("input", find);
+for (const name of ["input", "change"]) search.addEventListener(name, find);
 
 const KEPT = ["captions", "another"]; // their parts are replaced after every change
 const open = new Set();

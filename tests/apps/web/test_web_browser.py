@@ -29,7 +29,6 @@ from web_browser import (
 )
 
 from simpletune.adapters.files.describe import describe
-
 from simpletune.stages.png import save_png
 from simpletune.stages.sample import ImageRequest
 
