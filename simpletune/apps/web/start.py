@@ -171,15 +171,15 @@ def _read_request(form: Form) -> tuple[FormRequest, dict[str, object]]:
             raise ValueError
     except (ValueError, AttributeError, TypeError, RecursionError):
         raise HTTPException(400, "The form is damaged. Reload the page") from None
-    base, card, word, kind, said, pick = (
+    base, card, word, kind, chosen, pick = (
         texts.pop(name, "") for name in ("base", "card", "trigger", "class", "what", "pick")
     )
-    if pick:
+    if pick in {base.name for base in public_bases(None)}:
         texts[MODEL], family = pick, family_of(pick)
         if base.startswith("shipped:") or (family is not None and family.family != texts.get("model.family")):
             base = PRESET  # the settings are another model's
     trigger = " ".join(f"{word.strip() or TRIGGER} {kind}".split()) if kind.strip() else " ".join(word.split())
-    what = next((each for each in WHAT if each == said), None)
+    what = next((each for each in WHAT if each == chosen), None)
     return FormRequest(base or PRESET, card or HERE, trigger, texts, shown, mine, given, what), state
 
 

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 STABILITY_LICENCE = "stabilityai-ai-community"
 MEDIUM_LICENCE = "https://huggingface.co/stabilityai/stable-diffusion-3-medium/blob/main/LICENSE.md"
 # Stability AI Community License Agreement, 5 July 2024, section II.2
-COMMUNITY = ("Stability AI Community", "limit", "free below 1 million USD of revenue a year")
+COMMUNITY: tuple[str, Literal["limit"], str] = (
+    "Stability AI Community",
+    "limit",
+    "free below 1 million USD of revenue a year",
+)
 BASES = (
     PublicBase(SD3_MEDIUM, "SD3 Medium", 2.0, (10.3, 3.8, 0.2), *COMMUNITY, gated=True),
     PublicBase(

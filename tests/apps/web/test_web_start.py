@@ -334,6 +334,7 @@ def test_a_base_is_picked_by_its_card_and_brings_its_own_settings(
     picked = change(client, shipped, pick=SDXL_NAME)[1]
     assert picked["model.family"] == "sdxl", "settings of a shipped configuration are another model's"
     (tmp_path / "mine").mkdir()  # a folder outside of the roots is not looked at
+    assert change(client, values, pick="/etc")[1]["model.pretrained"] == values["model.pretrained"]
     text, _ = change(client, values, model__pretrained="/etc")
     assert "outside of the folders that this page may use" in text
 
