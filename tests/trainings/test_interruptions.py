@@ -41,7 +41,7 @@ def test_sigterm_finishes_the_step_and_one_command_continues_it(
     assert cli_main.main(command) == 143
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
     said = capsys.readouterr()
-    assert "finishes at most one step and saves" in said.out and "step 2 of 4 is saved" in said.out
+    assert "saves after at most one step; a second one stops at once" in said.out and "step 2 of 4 is saved" in said.out
     assert f"stopped by SIGTERM. To continue: {quote_command('simpletune', 'train', command[1])} 'ema=" in said.err
     assert "Traceback" not in said.err
     assert cli_main.main(command) == 0 and "step 2 of 4" in capsys.readouterr().out

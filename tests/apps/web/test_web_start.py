@@ -329,6 +329,8 @@ def test_a_base_is_picked_by_its_card_and_brings_its_own_settings(
         assert re.findall(r'value="([^"]+)"[^>]*aria-pressed="true"', text) == [name]
         assert own.items() <= values.items() and values["train.steps"] == "321", "what was entered stays"
         values.pop("pick")
+        kept = change(client, values, optimizer__lr="0.0005")[1]
+        assert kept["model.pretrained"] == name and own.items() <= kept.items(), "a later change keeps it"
         assert quiet[-1].data["model"]["pretrained"] == name and "to fix before" not in text
     shipped = change(client, values, base="shipped:sd15_lora", train__steps="5")[1]
     picked = change(client, shipped, pick=SDXL_NAME)[1]

@@ -239,7 +239,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(int8_kernel, "_product", fake)
         monkeypatch.setattr(int8_gradient_kernel, "_gradient", fake)
         monkeypatch.setattr(int8_kernel, "_untunable", set())
-        monkeypatch.setattr(int8_kernel, "say", said.append)
+        monkeypatch.setattr(int8_kernel, "detail", said.append)
         monkeypatch.setattr(fallback, "say", said.append)
         monkeypatch.setattr(int8_products.FALLBACK, "failed", {})
         monkeypatch.setattr(int8_kernel, "_say_left_out", uncalled(int8_kernel._say_left_out))

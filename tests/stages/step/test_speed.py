@@ -21,6 +21,7 @@ from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.attention import AttentionCall, choose_kernel, settle_attention
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.stages.step.train_step import TrainStep
+from simpletune.system.console import verbose
 from simpletune.system.options import UserError
 from simpletune.training import trainer as train_module
 from simpletune.training.checkpointer import Checkpointer
@@ -165,7 +166,8 @@ def test_the_kernel_of_attention_is_found_out_said_or_refused(
         choose_kernel("cudnn", shape, CPU, torch.float32)
     config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), ["data.path=demo:pictures"])
     assert config.precision.product_dtype() == torch.bfloat16
-    assert settle_attention(config, [(256, 256)], CPU) == "flash"
+    with verbose():
+        assert settle_attention(config, [(256, 256)], CPU) == "flash"
     assert "with the flash kernel (speed.attention auto)" in capsys.readouterr().out
 
 

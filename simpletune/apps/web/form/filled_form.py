@@ -172,7 +172,10 @@ def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
         scan = scans.scan_folder(images, chosen)
         base = _base(roots, asked, card, images, scan, chosen, mine)
     answered = {path: format_value(value, "lines") for path, value in chosen.items() if path not in mine}
-    kept = {**answered, **({FOLDER: folder} if folder else {})}  # the user's, even if the base has the same
+    named = {
+        path: mine[path] for path in (FOLDER, MODEL) if mine.get(path)
+    }  # the user's, even if the base has the same
+    kept = {**answered, **named}
     found = apply_edits(base, {**mine, **answered})
     found = replace(found, mine={**found.mine, **kept})
     for path in kept:
