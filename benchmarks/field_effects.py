@@ -120,6 +120,7 @@ class Effects:
     def _run(self, data: Json, start: Path | None = None) -> tuple[Seen, Path]:
         """Train a configuration; what it showed, and its result."""
         from simpletune.config.load import validate
+        from simpletune.system.console import verbose
         from simpletune.training.train import train
 
         own = self.folder / str(self.count)
@@ -130,7 +131,7 @@ class Effects:
         text = json.dumps(data | {"output": places | stated}).replace(INPUTS, str(self.inputs))
         text = text.replace(f'"{OWN}', f'"{own}/own').replace(f'"{START}"', json.dumps(str(start)))
         said = io.StringIO()
-        with redirect_stdout(said), redirect_stderr(said):
+        with redirect_stdout(said), redirect_stderr(said), verbose():
             run = train(validate(json.loads(text), "row"))
         lines = said.getvalue().replace(str(own), OWN).splitlines()
         told: dict[str, object] = {re.sub(r"\s+", " ", line): True for line in lines if not TIMED.search(line)}

@@ -155,7 +155,7 @@ def main() -> int:
             film.draw("a run, finished", f"{url}/run/glim")
             with started(url, browser, "glim-fast", *lengths, ("optimizer", "lr", 0.01), end="finished"):
                 film.draw("a run in the queue", f"{url}/")
-            with started(url, browser, "diverged", *lengths, ("optimizer", "lr", 1e30), end="failed"):
+            with started(url, browser, "diverged", *lengths, ("optimizer", "lr", 100), end="failed"):
                 pass
             film.draw("a run, failed", f"{url}/run/diverged")
             film.draw("runs", f"{url}/")
