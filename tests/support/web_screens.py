@@ -135,6 +135,7 @@ def main() -> int:
     if MISSING:
         print(f"no browser: {' and '.join(MISSING)} missing", file=sys.stderr)
         return 2
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # commands without our paths
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(resolve("demo:pictures", Path(folder) / "cache"), Path(folder) / "pictures")
         photos = Path(folder) / "photos"
