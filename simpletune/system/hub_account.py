@@ -102,6 +102,11 @@ def _without_tokens() -> Iterator[None]:
         raise UserError(f"The Hub does not accept this token for a person's account. Make one at {TOKENS}") from None
 
 
+def is_cached(name: str) -> bool:
+    """Return whether a model, or a part of it, is in the Hub's cache."""
+    return any((Repository(name).cache / "snapshots").glob(f"*/{FILE}"))
+
+
 def known_access(name: str) -> Access | None:
     """Return what ``access_to`` has found lately; None if it has not been asked."""
     found = _asked.get((name, bool(token_source())))
@@ -114,11 +119,12 @@ def access_to(name: str) -> Access:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
     repository = Repository(name)
-    if any((repository.cache / "snapshots").glob(f"*/{FILE}")):
+    if is_cached(name):
         return Access("here")
-    if (found := known_access(name)) is not None:
+    if (found := known_access(name)) is not None and not found.may_fail:  # a licence may have been accepted meanwhile
         return found
-    source, state = token_source(), "unknown"
+    source = token_source()
+    state: State = "unknown"
     try:
         with explain_hub_errors(repository):
             try:
@@ -130,7 +136,7 @@ def access_to(name: str) -> Access:
                 state = "refused" if source and error.response.status_code == 401 else "unknown"
                 raise
     except UserError as error:
-        access = Access(state, str(error))  # type: ignore[arg-type]
+        access = Access(state, str(error))
     else:
         access = Access("ready")
     _asked[name, bool(source)] = time.monotonic(), access

@@ -1,5 +1,5 @@
 """Download a base for the page: ``python -m simpletune.apps.web.fetcher CONFIG STATE``. Writes how far it is to a file,
-``{"done": MiB, "total": MiB}``, and prints what the command line prints. Files that are complete are kept if it is ended.
+``{"done": MiB, "total": MiB}``, and prints what the command line prints. Files that are complete stay if it is ended.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ download of a base before a run is queued."""
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Hashable
 
 from starlette.requests import Request
@@ -22,7 +21,7 @@ from simpletune.system.atomic import write_json
 from simpletune.system.disk import free_disk_bytes
 from simpletune.system.hub import GIB, HUB_NAME, Repository
 from simpletune.system.hub_account import TOKENS, access_to, forget_token, keep_token, token_source
-from simpletune.system.options import Json, UserError, plural
+from simpletune.system.options import Json, UserError
 
 FOLDER = "downloads"  # states of downloads
 LINES = 6  # of a download that has failed
@@ -101,7 +100,7 @@ def job_name(name: str) -> str:
 
 
 def _hub_name(text: str) -> str:
-    if not HUB_NAME.match(text):
+    if text.startswith(".") or not HUB_NAME.match(text):
         raise UserError(f"{text[:80]!r} is not a name on the Hub (owner/name)")
     return text
 
@@ -109,14 +108,14 @@ def _hub_name(text: str) -> str:
 def _state(request: Request, name: str) -> Response:
     roots: Roots = request.app.state.roots
     base: PublicBase | None = next((b for family in FAMILIES for b in family.words.bases if b.name == name), None)
-    if not HUB_NAME.match(name) or (roots.named[0] / name).exists():
+    if name.startswith(".") or not HUB_NAME.match(name) or (roots.named[0] / name).exists():
         return render(request, "hub_state.html", name="", base=None, access=None, job=None, source="", tokens=TOKENS)
     job, cache = job_name(name), Repository(name).cache.parent
     running = processes.is_running(roots, job)
     found: Json = json_object(roots.own / FOLDER / f"{job}.json") if running else {}
     code = None if running else processes.exit_code(roots, job)
     failed = "\n".join(processes.tail(roots, job, LINES)) if code not in (None, 0) and code > 0 else ""
-    values = {
+    values: dict[str, object] = {
         "name": name,
         "base": base,
         "access": access_to(name),
@@ -126,4 +125,4 @@ def _state(request: Request, name: str) -> Response:
         "free": free_disk_bytes(cache) / GIB,
         "job": {"running": running, "failed": failed, **found},
     }
-    return render(request, "hub_state.html", **values)
+    return render(request, "hub_state.html", 200, **values)
