@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
                 failure.times = None if failure.times is None else failure.times - 1
                 return self.fail(failure)
         if kind == "api":
-            return self.api(path)
+            return self.account(seen) if path == "/api/whoami-v2" else self.api(path)
         self.file(path, body)
 
     def fail(self, failure: Failure) -> None:
@@ -138,6 +138,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.close()
             self.wfile.close()
         self.connection.close()
+
+    def account(self, seen: bool) -> None:
+        if not seen:
+            return self.fail(Failure(401))
+        access = {"type": "access_token", "accessToken": {"displayName": "test", "role": "read"}}
+        data = json.dumps({"type": "user", "name": "tester", "auth": access}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
     def api(self, path: str) -> None:
         if path.split("/", 3)[-1].split("/revision/")[0] != self.hub.name:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from simpletune.apps.http import Guard, HttpServer, bind, is_loopback, loopback_hosts, url_of
-from simpletune.apps.web import data_page, mask_page, queue, run_page, runs_page, start, upload_page
+from simpletune.apps.web import data_page, hub_page, mask_page, queue, run_page, runs_page, start, upload_page
 from simpletune.apps.web.access import FAILED, HEADERS, TOKEN, Access
 from simpletune.apps.web.events import FileWatcher, changes, events
 from simpletune.apps.web.roots import Roots, make_roots
@@ -29,7 +29,7 @@ from simpletune.system.locks import is_held
 from simpletune.system.options import UserError
 from simpletune.system.package import ASSETS
 
-PAGES = (runs_page, start, data_page, mask_page, run_page, upload_page)
+PAGES = (runs_page, start, hub_page, data_page, mask_page, run_page, upload_page)
 """Each has ``routes() -> list[Route]`` and ``stamps(roots, runs) -> dict[str, Hashable]``."""
 STATIC = {
     "pages.css": ASSETS,

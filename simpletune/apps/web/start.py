@@ -37,6 +37,7 @@ from simpletune.config.load import shipped_names
 from simpletune.models.families import family_of
 from simpletune.system.atomic import write_json
 from simpletune.system.hub import has_token
+from simpletune.system.hub_account import is_cached, known_access
 from simpletune.system.locks import is_held, wait_for_lock
 from simpletune.system.options import Json, plural
 
@@ -283,6 +284,18 @@ def _prediction(roots: Roots, filled: FilledForm) -> Json:
     return (request and live.cached_estimate(roots, request.key)) or {}
 
 
+def _cannot_download(filled: FilledForm) -> str:
+    """Say why the base cannot be downloaded, as far as that is known without asking the Hub; empty if it can."""
+    name = str(get_at(filled.data, MODEL))
+    base = next((base for base in public_bases(filled.card) if base.name == name), None)
+    known = known_access(name)
+    if known is not None:
+        return known.why if known.may_fail else ""
+    if base is None or not base.gated or has_token() or is_cached(name):
+        return ""
+    return f"{base.title} needs a token of the Hub, of an account that has accepted its licence."
+
+
 def _blocked(filled: FilledForm, predicted: Json) -> list[str]:
     """Return why the run cannot start, as sentences; empty if it can."""
     fields, wrong = filled.edited.fields, [each.path for each in filled.problems]
@@ -301,6 +314,8 @@ def _blocked(filled: FilledForm, predicted: Json) -> list[str]:
         found.append(
             "This machine has no graphics card, and the run needs one: download the configuration, and start it there."
         )
+    elif filled.config is not None and (why := _cannot_download(filled)):
+        found.append(why)
     elif predicted.get("fits") is False and filled.asked.card == HERE:
         found.append("It does not fit this card. Choose a smaller base, picture size or batch.")
     return found

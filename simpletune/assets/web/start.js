@@ -43,3 +43,9 @@ document.body.addEventListener("htmx:oobAfterSwap", () => {
   }
 });
 document.body.addEventListener("htmx:afterSettle", () => { if (search.value) find(); });
+
+document.addEventListener("click", (event) => { // the token's form
+  const opener = event.target.closest("[data-dialog]");
+  if (opener) document.getElementById(opener.dataset.dialog).showModal();
+});
+document.getElementById("account").addEventListener("close", () => { document.getElementById("i-token").value = ""; });

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simpletune.commands.doctor.machine import OK, WARNING, Finding, Machine
+from simpletune.system.hub_account import access_to
 from simpletune.system.shell import login_command
-
-FILE = "model_index.json"
-SECONDS = 5.0  # timeout for the hub
 
 
 def login_words() -> str:
@@ -41,29 +39,12 @@ def licence(machine: Machine) -> Iterator[Finding]:
 
 
 def access(name: str, title: str = "") -> Iterator[Finding]:
-    """Check whether this account may download a model, by a HEAD request for a small file."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import GatedRepoError
-
-    from simpletune.system.hub import Repository, explain_hub_errors
-    from simpletune.system.options import UserError
-
-    title = title or name
-    repository = Repository(name)
-    kept = sorted((repository.cache / "snapshots").glob(f"*/{FILE}"))
-    if kept:
+    """Check whether this account may download a model."""
+    found, title = access_to(name), title or name
+    if found.state == "here":
         yield Finding(title, OK, "it is in the hub cache")
-        return
-    gated = False
-    try:
-        with explain_hub_errors(repository):
-            try:
-                get_hf_file_metadata(hf_hub_url(name, FILE), timeout=SECONDS)
-            except GatedRepoError:
-                gated = True
-                raise
-    except UserError as error:
-        value = "the hub does not give it to this account" if gated else "unknown: the hub gave no answer"
-        yield Finding(title, WARNING, value, str(error), "The demo and local models work without the hub")
-    else:
+    elif found.state == "ready":
         yield Finding(title, OK, "this account may download it")
+    else:
+        value = "the hub does not give it to this account" if found.may_fail else "unknown: the hub gave no answer"
+        yield Finding(title, WARNING, value, found.why, "The demo and local models work without the hub")

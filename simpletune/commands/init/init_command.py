@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from getpass import getpass
 from pathlib import Path
 
 from simpletune.commands.init.answers import Answers, ask
@@ -33,6 +34,7 @@ from simpletune.system.printable import printable
 from simpletune.system.shell import quote_command
 
 CPU = "cpu"
+MOST = 3  # attempts at a token
 
 
 def file_for(folder: Path) -> Path:
@@ -77,7 +79,8 @@ def init_command(
     )
     for number, line in enumerate(sentences(seen.report.files)):
         say(f"{'' if number else 'files':<10} {line}")
-    if not quiet and sys.stdin.isatty() and sys.stdout.isatty():
+    interactive = not quiet and sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive:
         answers = ask(answers, guess_what(seen)[0], default_trigger(seen, "subject"))
     suggestion = suggest(folder, answers, card, seen, chosen)
     if suggestion.questions:
@@ -100,9 +103,29 @@ def init_command(
         write_json(out, suggestion.config)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror or error}). Name another file with --out") from None
+    if interactive:
+        ask_for_token(model)
     for line in _lines(suggestion, out, why_none, verb):
         say(line)
     return out
+
+
+def ask_for_token(model: str, read: Callable[[str], str] = getpass) -> None:
+    """Ask for a token of the Hub, which is not shown, if the model needs one; Enter leaves it out."""
+    from simpletune.system.hub import is_hub_name
+    from simpletune.system.hub_account import TOKENS, access_to, keep_token
+
+    if not is_hub_name(model) or access_to(model).state not in ("no token", "refused"):
+        return
+    for _ in range(MOST):
+        said = read(f"{model} needs a token of the Hub ({TOKENS}). Paste it (not shown; Enter leaves it out): ")
+        if not said.strip():
+            return
+        try:
+            say(f"{'hub':<10} the token is kept for {keep_token(said)}")
+            return
+        except UserError as error:
+            say(f"{'hub':<10} {error}")
 
 
 def card_for(device: str | None) -> tuple[Card | None, str]:

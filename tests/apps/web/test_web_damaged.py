@@ -15,7 +15,7 @@ from PIL import Image
 from recorded_runs import write_run
 from web_pages import many_pages, open_pages
 
-from simpletune.apps.web import live, processes, queue, run_page
+from simpletune.apps.web import hub_page, live, processes, queue, run_page
 
 CONTENTS = [
     b"", b"[[[", b"\xff", b"1", b'"x"', b"null", b"[]", b"{}", b'{"step": 1e400}', b'{"step": "x", "loss": []}',
@@ -95,7 +95,7 @@ GETS: dict[str, dict[str, str]] = {
     "/start": {"folder": "pics", "file": "", "from": "", "base": "preset", "card": "here", "trigger": "", "what": "",
         "answers": "{}", "name": "a", "train.steps": "1", "model.pretrained": "demo:tiny-sd3"},
     "/start/live": {"key": "0" * 24, "last": "0" * 24},
-    "/start/run": {}, "/start/config.json": {}, "/queue/{what}": {},
+    "/start/run": {}, "/start/config.json": {}, "/queue/{what}": {}, "/hub": {"model": "demo:tiny-sd3"},
     "/queued/{id}": {}, "/queued/{id}/part": {}, "/folders": {"folder": "pics"},
     "/data": {**PLACE, "folder": "", "show": "all", "q": "", "page": "1", "order": "name"},
     "/data/folders": {}, "/data/files": {**PLACE, "polled": ""}, "/data/strip": {**PLACE, "polled": ""},
@@ -107,7 +107,8 @@ GETS: dict[str, dict[str, str]] = {
     "/run/{name}/delete": {}, "/runs/bin": {}, "/runs/bin/empty": {},
 }  # fmt: skip
 POSTS: dict[str, dict[str, str]] = {
-    "/queue/{what}": {"id": "1"},
+    "/queue/{what}": {"id": "1"}, "/hub/token": {"token": "x"}, "/hub/token/delete": {},
+    "/hub/download": {"model.pretrained": "x"}, "/hub/pause": {"model.pretrained": "x"},
     "/start/change": {**STATE, "choice": '["a", "b"]', "base": "preset", "card": "here", "trigger": "", "name": "a",
         "class": "", "what": "", "pick": "demo:tiny-sd3",
         "data.path": "pics", "model.pretrained": "demo:tiny-sd3", "output.cache": "", "optimizer.lr": "1",
@@ -159,6 +160,7 @@ def test_no_value_in_an_address_or_a_form_fails_a_page(
     for each, in turn."""
     for owner, name in ((live.Estimator, "want"), (queue, "ensure_runner"), (processes, "start")):
         monkeypatch.setattr(owner, name, lambda *_, **__: None)
+    monkeypatch.setattr(hub_page, "forget_token", lambda: None)  # this machine's own
     images = folder / "pics"
     images.mkdir()
     Image.new("RGB", (64, 64)).save(images / "a.png")

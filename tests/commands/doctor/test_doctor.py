@@ -27,6 +27,7 @@ from simpletune.commands.doctor import checks, doctor_command, hub_checks, probe
 from simpletune.commands.doctor.doctor_command import CHECKS, private, report, run_checks
 from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Machine
 from simpletune.commands.doctor.probe import ProbeProcess
+from simpletune.system import hub_account
 from simpletune.system.options import UserError
 
 GIB = 2**30
@@ -400,12 +401,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from simpletune.models.sd3.sd3_files import SD3_MEDIUM
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
-    monkeypatch.setattr(hub_checks, "SECONDS", 2.0)
+    monkeypatch.setattr(hub_account, "SECONDS", 2.0)
+    monkeypatch.setattr(hub_account, "KEPT", 0.0)  # ask each time
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     (tmp_path / "pipeline").mkdir()
-    with fake_hub.serve(tmp_path / "pipeline", **{hub_checks.FILE: b"{}"}) as hub:
+    with fake_hub.serve(tmp_path / "pipeline", **{hub_account.FILE: b"{}"}) as hub:
         hub.name = SD3_MEDIUM
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(
@@ -426,7 +428,7 @@ def test_login_and_licence(hub: fake_hub.FakeHub, monkeypatch: pytest.MonkeyPatc
     assert "has not accepted its licence" in refused and fake_hub.TOKEN not in refused
     hub.failure = Failure("close", on="resolve")
     assert "unknown" in levels(hub_checks.licence, machine())[WARNING]
-    kept = tmp_path / "hf" / f"models--{hub.name.replace('/', '--')}" / "snapshots" / "main" / hub_checks.FILE
+    kept = tmp_path / "hf" / f"models--{hub.name.replace('/', '--')}" / "snapshots" / "main" / hub_account.FILE
     kept.parent.mkdir(parents=True)
     kept.write_text("{}")
     assert "hub cache" in levels(hub_checks.licence, machine())[OK]
