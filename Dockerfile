@@ -7,7 +7,7 @@
 # Pictures over HTTP (docs/how-to/serve.md): docker run --gpus all -p 127.0.0.1:8000:8000 -v simpletune-runs:/home/simpletune/runs \
 #   -v simpletune-cache:/home/simpletune/.cache simpletune serve --host 0.0.0.0
 #
-# The pages in a browser: -p 127.0.0.1:8100:8100 ... simpletune web --host 0.0.0.0 --token
+# The pages in a browser: docker compose up (compose.yaml)
 #
 # It runs as user 1001. For runs in a folder of yours, give --user "$(id -u):$(id -g)" -v "$PWD/runs:/home/simpletune/runs", and
 # the same for .cache in place of a volume that user 1001 has filled.

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packages import ROOT, SOURCES
 
 from simpletune.apps.cli.main import VERBS, parse
@@ -59,6 +60,25 @@ def test_nobody_is_root_caches_are_in_a_volume_ports_are_named_and_no_layer_has_
     names = re.findall(r"(\w+)=", " ".join(rest for name, rest in [*BUILD, *FINAL] if name in ("ARG", "ENV")))
     assert names and not [name for name in names if re.search("TOKEN|KEY|SECRET|PASSWORD", name)]
     assert re.findall(r"ENTRYPOINT (.*)\nCMD (.*)", TEXT) == [('["simpletune"]', '["train", "demo"]')]
+
+
+def test_compose_serves_the_pages_to_this_computer_with_the_card_and_keeps_what_they_write() -> None:
+    """Keys as in the Compose Specification (compose-spec.json of compose-spec/compose-spec)."""
+    file = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    (web,) = file["services"].values()
+    known = {"build", "image", "command", "ports", "environment", "volumes", "init", "deploy"}
+    assert set(file) == {"services", "volumes"} and set(web) == known
+    args = parse(web["command"].split())
+    assert args.host == "0.0.0.0" and web["ports"] == [f"127.0.0.1:{args.port}:{args.port}"]
+    assert str(args.port) in words(FINAL, "EXPOSE")[0]
+    places = dict(reversed(volume.rsplit(":", 1)) for volume in web["volumes"])
+    (home,) = words(FINAL, "WORKDIR")[-1]
+    folders = {str(Path(home, folder)) for folder in (args.runs, *args.root, ".cache")}
+    assert set(places) == folders and set(file["volumes"]) == {places[f"{home}/{name}"] for name in ("runs", ".cache")}
+    assert places[f"{home}/pictures"].startswith("${PICTURES:-./")
+    (card,) = web["deploy"]["resources"]["reservations"]["devices"]
+    assert (card["driver"], card["count"], card["capabilities"]) == ("nvidia", 1, ["gpu"])
+    assert web["environment"] == ["HF_TOKEN"]  # a name: no secret is in the file
 
 
 def test_kubernetes_gives_the_user_of_the_image_the_volume() -> None:

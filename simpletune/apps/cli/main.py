@@ -7,8 +7,10 @@ import difflib
 import errno
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
@@ -113,10 +115,32 @@ class TopParser(Parser):
         return f"{formatter.format_help()}\n{EXAMPLES}\n"
 
 
+class Version(argparse.Action):
+    """Print simpletune's version, torch's, and the cards with their driver; torch's import would take seconds."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        try:
+            torch = version("torch")
+        except PackageNotFoundError:
+            torch = "is not installed"
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=20)
+            cards = answer.stdout.strip().replace(", ", ", driver ")
+            if answer.returncode or not cards:
+                cards = f"unknown: nvidia-smi says {cards or answer.stderr.strip() or 'nothing'}"
+        except FileNotFoundError:
+            cards = "none: no nvidia-smi"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            cards = f"unknown: nvidia-smi does not answer ({type(error).__name__})"
+        print(f"simpletune {__version__}", f"torch {torch}", *(f"card {line}" for line in cards.splitlines()), sep="\n")
+        sys.exit(0)
+
+
 def parser() -> Parser:
     about = "Fine-tune Stable Diffusion 3, 3.5, XL, 1.5 and 2 on one graphics card."
     top = TopParser(prog="simpletune", description=about)
-    top.add_argument("--version", action="version", version=__version__)
+    top.add_argument("--version", action=Version, nargs=0, help="name this version, torch's, and the card; then exit")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
     for name in (name for names in VERB_GROUPS.values() for name in names):
         function, arguments = VERBS[name]
