@@ -21,6 +21,7 @@ from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import is_single_file
+from simpletune.models.shared.words import PublicBase
 from simpletune.system.options import UserError
 
 Model = Annotated[SD3 | SD15 | SDXL, Field(discriminator="family")]
@@ -75,6 +76,16 @@ def family_by_name(source: str) -> Family | None:
     """Return the family, with its defaults, that the last part of a base's name suggests (``published_as``)."""
     last = re.split(r"[/\\]", source.rstrip("/\\"))[-1]
     return next((family for family in FAMILIES if re.search(family.words.published_as, last)), None)
+
+
+def likely_family(source: str) -> Family:
+    """Return the family, with its defaults, that a base's files or else its name tell; the first if neither does."""
+    return family_of(source) or family_by_name(source) or FAMILIES[0]
+
+
+def public_base(name: str) -> PublicBase | None:
+    """Return the public model with a Hub name; None if it is none of the families'."""
+    return next((base for family in FAMILIES for base in family.words.bases if base.name == name), None)
 
 
 def family_suggested(source: str) -> Family | None:

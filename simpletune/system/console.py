@@ -10,9 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from simpletune.system.options import plural
 from simpletune.system.portable import PIPES
@@ -30,6 +30,7 @@ NARROW = 100
 TELL_EVERY = 1.0  # seconds between words to a watcher
 WINDOW = 20  # steps in the mean of seconds per step
 WARM_UP = 2  # first steps, excluded from that mean
+Told = TypeVar("Told")
 _SILENT: list[bool] = []
 _VERBOSE: list[bool] = []
 _LISTENER: ContextVar[Callable[[int, int], None] | None] = ContextVar("listener", default=None)
@@ -93,25 +94,24 @@ def silence() -> Iterator[None]:
 
 
 @contextmanager
-def progress_to(listener: Callable[[int, int], None]) -> Iterator[None]:
+def _within(variable: ContextVar[Told | None], told: Told) -> Iterator[None]:
+    token = variable.set(told)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def progress_to(listener: Callable[[int, int], None]) -> AbstractContextManager[None]:
     """Tell a function, within this context and thread, how many items of how many are done, instead of printing it.
     Other threads may call it."""
-    token = _LISTENER.set(listener)
-    try:
-        yield
-    finally:
-        _LISTENER.reset(token)
+    return _within(_LISTENER, listener)
 
 
-@contextmanager
-def watch_work(watcher: Callable[[str], None]) -> Iterator[None]:
+def watch_work(watcher: Callable[[str], None]) -> AbstractContextManager[None]:
     """Tell a function, within this context and thread, too, what is being done beside the steps, such as ``drawing 2 of
     4 pictures``: when it begins, once a second while it is counted, and with an empty text when it ends."""
-    token = _WATCHER.set(watcher)
-    try:
-        yield
-    finally:
-        _WATCHER.reset(token)
+    return _within(_WATCHER, watcher)
 
 
 @contextmanager
@@ -280,15 +280,10 @@ class Pace:
         return done / total, (total - done) * pace
 
 
-@contextmanager
-def watch_progress(watcher: Callable[[float, str, float], None]) -> Iterator[None]:
+def watch_progress(watcher: Callable[[float, str, float], None]) -> AbstractContextManager[None]:
     """Tell a function, within this context and thread, what ``expecting`` shows: the share done, the part in words and
     the seconds left. Another thread calls it."""
-    token = _PREDICTED.set(watcher)
-    try:
-        yield
-    finally:
-        _PREDICTED.reset(token)
+    return _within(_PREDICTED, watcher)
 
 
 @contextmanager

@@ -5,13 +5,14 @@ No message, and no error that leaves here, repeats a token.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
-from simpletune.system.hub import Repository, explain_hub_errors
+from simpletune.system.hub import Repository, explain_hub_errors, has_token
 from simpletune.system.options import UserError
 
 FILE = "model_index.json"  # a small file that every pipeline has
@@ -41,11 +42,7 @@ _asked: dict[tuple[str, bool], tuple[float, Access]] = {}
 
 def token_source() -> Literal["", "environment", "stored"]:
     """Return where the token comes from that the Hub's library uses: HF_TOKEN, or a login; empty: there is none."""
-    import os
-
-    from huggingface_hub import get_token
-
-    if get_token() is None:
+    if not has_token():
         return ""
     named = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     return "environment" if any(os.environ.get(name, "").strip() for name in named) else "stored"

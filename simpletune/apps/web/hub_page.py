@@ -3,7 +3,6 @@ download of a base before a run is queued."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable
 
 from starlette.requests import Request
@@ -15,15 +14,14 @@ from simpletune.apps.web.form.filled_form import MODEL
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs, file_stamp, json_object
 from simpletune.apps.web.templates import Form, render, with_form
-from simpletune.models.families import FAMILIES, family_by_name, family_of
-from simpletune.models.shared.words import PublicBase
+from simpletune.models.families import likely_family, public_base
 from simpletune.system.atomic import write_json
 from simpletune.system.disk import free_disk_bytes
 from simpletune.system.hub import GIB, HUB_NAME, Repository
-from simpletune.system.hub_account import TOKENS, access_to, forget_token, keep_token, token_source
+from simpletune.system.hub_account import access_to, forget_token, keep_token, token_source
 from simpletune.system.options import Json, UserError
 
-FOLDER = "downloads"  # states of downloads
+FOLDER, JOB = "bases", "download"  # of the states of downloads, and of their processes
 LINES = 6  # of a download that has failed
 
 
@@ -64,7 +62,7 @@ def delete_token(request: Request, form: Form) -> Response:
 
 
 def _said(request: Request, words: str) -> Response:
-    response = render(request, "hub_said.html", said=words, source=token_source())
+    response = render(request, "hub_said.html", said=words)
     response.headers["hx-trigger"] = "account"  # what shows the state of a base asks again
     return response
 
@@ -74,9 +72,8 @@ def download(request: Request, form: Form) -> Response:
     """Download the base of the form, unless that is under way."""
     roots: Roots = request.app.state.roots
     name = _hub_name(form.get(MODEL, ""))
-    family = family_of(name) or family_by_name(name) or FAMILIES[0]
-    model = {"family": family.family, "pretrained": name}
-    job = job_name(name)
+    model = {"family": likely_family(name).family, "pretrained": name}
+    job = processes.job_name(JOB, name)
     folder = roots.own / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / f"{job}.config"
@@ -90,13 +87,8 @@ def download(request: Request, form: Form) -> Response:
 def pause(request: Request, form: Form) -> Response:
     """End a download; what is complete stays."""
     name = _hub_name(form.get(MODEL, ""))
-    processes.send_signal(request.app.state.roots, job_name(name))
+    processes.send_signal(request.app.state.roots, processes.job_name(JOB, name))
     return _state(request, name)
-
-
-def job_name(name: str) -> str:
-    """Name the process that downloads a base."""
-    return f"download-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def _hub_name(text: str) -> str:
@@ -107,20 +99,18 @@ def _hub_name(text: str) -> str:
 
 def _state(request: Request, name: str) -> Response:
     roots: Roots = request.app.state.roots
-    base: PublicBase | None = next((b for family in FAMILIES for b in family.words.bases if b.name == name), None)
-    if name.startswith(".") or not HUB_NAME.match(name) or (roots.named[0] / name).exists():
-        return render(request, "hub_state.html", name="", base=None, access=None, job=None, source="", tokens=TOKENS)
-    job, cache = job_name(name), Repository(name).cache.parent
+    if not roots.is_on_hub(name):
+        return render(request, "hub_state.html", name="", access=None, job=None)
+    job, cache = processes.job_name(JOB, name), Repository(name).cache.parent
     running = processes.is_running(roots, job)
     found: Json = json_object(roots.own / FOLDER / f"{job}.json") if running else {}
     code = None if running else processes.exit_code(roots, job)
     failed = "\n".join(processes.tail(roots, job, LINES)) if code not in (None, 0) and code > 0 else ""
     values: dict[str, object] = {
         "name": name,
-        "base": base,
+        "base": public_base(name),
         "access": access_to(name),
         "source": token_source(),
-        "tokens": TOKENS,
         "place": str(cache),
         "free": free_disk_bytes(cache) / GIB,
         "job": {"running": running, "failed": failed, **found},

@@ -3,11 +3,13 @@ write captions and masks, and new folders of uploaded pictures."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.runs.folder import ATTEMPTS, CONFIG, METRICS
+from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import UserError
 
 LONGEST = 200  # characters of a wrong path that are repeated
@@ -50,6 +52,12 @@ class Roots:
         except OSError as error:  # what they do with it would fail, too
             raise UserError(f"{text[:LONGEST]!r} cannot be read ({error.strerror or error})") from None
         return path
+
+    def is_on_hub(self, text: str) -> bool:
+        """Return whether a text names a repository of the Hub (owner/name) rather than a path that exists here."""
+        return (
+            not text.startswith(".") and HUB_NAME.match(text) is not None and not os.path.exists(self.named[0] / text)
+        )
 
     def run(self, name: str) -> Path | None:
         """Return the folder of the run with this name; None if there is none."""

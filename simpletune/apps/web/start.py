@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Hashable
 from dataclasses import asdict
+from functools import partial
 from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
@@ -34,7 +35,7 @@ from simpletune.commands.init.answers import ABOUT, WHAT
 from simpletune.commands.init.choices import TRIGGER
 from simpletune.config.explain import rate_notes
 from simpletune.config.load import shipped_names
-from simpletune.models.families import family_of
+from simpletune.models.families import family_of, public_base
 from simpletune.system.atomic import write_json
 from simpletune.system.hub import has_token
 from simpletune.system.hub_account import is_cached, known_access
@@ -77,8 +78,8 @@ def page(request: Request) -> Response:
     query = dict(request.query_params)
     sources = (("from", "run:"), ("file", "file:"), ("base", ""))
     base = next((f"{prefix}{query[key]}" for key, prefix in sources if key in query), PRESET)
-    own = {**({FOLDER: query["folder"]} if query.get("folder") else {})}
-    own |= {path: text for path, text in query.items() if path == "name" or "." in path}
+    own = {path: text for path, text in query.items() if path == "name" or "." in path}
+    own |= {FOLDER: query["folder"]} if query.get("folder") else {}
     answers = query.get("answers", "{}")
     form = {"base": base, "state": f'{{"mine": {json.dumps(own)}, "answers": {answers}}}'}
     form |= {name: query[name] for name in ("card", "trigger", "what") if name in query}
@@ -131,7 +132,9 @@ def begin(request: Request, form: Form) -> Response:
     roots: Roots = request.app.state.roots
     asked, state = _read_request(form)
     filled = _fill(request, asked)
-    if filled.config is None or _blocked(filled, _prediction(roots, filled)):
+    estimate = _estimate_request(filled)
+    predicted = live.cached_estimate(roots, estimate.key) if estimate else None
+    if filled.config is None or _blocked(filled, predicted or {}):
         return _whole_page(request, filled, str(state.get("form", "")), state.get("live"), 422)
     name, folder = filled.config.name, roots.own / CONFIGS
     files = (folder / f"{name}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 10**6))
@@ -215,7 +218,8 @@ def _values(request: Request, filled: FilledForm, form: str, last: object) -> di
     roots: Roots = request.app.state.roots
     estimate = _estimate_request(filled)
     key = estimate.key if estimate else None
-    if estimate is not None and filled.planned is not None and live.cached_estimate(roots, estimate.key) is None:
+    predicted = live.cached_estimate(roots, key) if key else None
+    if estimate is not None and filled.planned is not None and predicted is None:
         live.keep_shipped(roots, estimate.key, filled.planned, filled.card)
         live.estimator(roots).want(form, estimate)
     until = "the problems are fixed" if filled.problems else "the folder has been looked at"
@@ -236,10 +240,10 @@ def _values(request: Request, filled: FilledForm, form: str, last: object) -> di
         "live": shown,
         "state": json.dumps(state, ensure_ascii=False),
         "warnings": _warnings(roots, filled),
-        "blocked": _blocked(filled, _prediction(roots, filled)),
+        "blocked": _blocked(filled, predicted or {}),
         "what": [(each, f"{each.capitalize()}: {ABOUT[each]}") for each in WHAT],
         "bases": public_bases(filled.card),
-        "drawn": _drawn_by(roots),
+        "drawn_by": partial(_drawn_by, roots),  # reads every run: only where bases are shown
         "has_token": has_token(),
         "general": [str(each) for each in filled.problems if each.path not in fields],
         "thumbnails": _thumbnails(filled),
@@ -278,17 +282,10 @@ def _estimate_request(filled: FilledForm) -> live.EstimateRequest | None:
     return live.estimate_request(planned, {**filled.data, "data": planned.data.model_dump(mode="json")}, filled.card)
 
 
-def _prediction(roots: Roots, filled: FilledForm) -> Json:
-    """Return the prediction of a form, if there is one already."""
-    request = _estimate_request(filled)
-    return (request and live.cached_estimate(roots, request.key)) or {}
-
-
 def _cannot_download(filled: FilledForm) -> str:
     """Say why the base cannot be downloaded, as far as that is known without asking the Hub; empty if it can."""
     name = str(get_at(filled.data, MODEL))
-    base = next((base for base in public_bases(filled.card) if base.name == name), None)
-    known = known_access(name)
+    base, known = public_base(name), known_access(name)
     if known is not None:
         return known.why if known.may_fail else ""
     if base is None or not base.gated or has_token() or is_cached(name):

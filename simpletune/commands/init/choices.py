@@ -26,7 +26,7 @@ from simpletune.data.demo import MODELS, TINY_SD3, TINY_SDXL
 from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.masks import LABEL
 from simpletune.data.split import split_images
-from simpletune.models.families import FAMILIES, family_by_name, family_of
+from simpletune.models.families import FAMILIES, likely_family
 from simpletune.models.shared.family import Family
 from simpletune.system.console import silence
 from simpletune.system.gpus import Card
@@ -189,7 +189,7 @@ class Choices:
             model = TINY_SD3 if self.device is None else FAMILIES[0].pretrained
         self.tiny = model.startswith(DEMO)
         if not self.tiny:
-            self.family = family_of(model) or family_by_name(model) or FAMILIES[0]
+            self.family = likely_family(model)
         templates = self.family.words.templates_of(model)
         if self.tiny:
             templates = TINY[model if model in MODELS else TINY_SD3]  # an unknown one is refused with the others

@@ -13,7 +13,7 @@ from simpletune.config.load import read_config, validate
 from simpletune.config.overrides import merge
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.data.demo import DATA, PREFIX, TINY_SD3
-from simpletune.models.families import FAMILIES, family_by_name, family_of
+from simpletune.models.families import FAMILIES, likely_family
 from simpletune.system.console import note
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json
@@ -89,7 +89,7 @@ def with_model(config: TrainConfig, model: str) -> TrainConfig:
 
 
 def _model(name: str) -> Json:
-    family = (family_of(name) or family_by_name(name) or FAMILIES[0]).family
+    family = likely_family(name).family
     return {"pretrained": name, **({"family": family} if family != FAMILIES[0].family else {})}
 
 

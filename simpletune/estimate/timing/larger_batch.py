@@ -65,7 +65,7 @@ def find_larger_batch(
         sections: of a recorded step.
         train: the section ``train`` of that step's configuration.
         phases: the largest snapshot of each phase of that step.
-        may: tells whether this many times the micro-batch, with a peak of so many bytes, is possible.
+        may: returns whether a factor of the micro-batch is possible, given the peak in bytes that it leads to.
     """
     one, best, before = step_seconds(sections, speeds).seconds, None, train.accumulation
     for factor in FACTORS:

@@ -18,7 +18,7 @@ from PIL import Image
 from serving import until
 from web_pages import open_pages
 
-from simpletune.apps.web import hub_page, processes, queue, start
+from simpletune.apps.web import processes, queue, start
 from simpletune.apps.web.form import presets
 from simpletune.apps.web.roots import make_roots
 from simpletune.commands.init.init_command import ask_for_token
@@ -182,7 +182,11 @@ def test_init_asks_for_a_token_where_the_base_needs_one(hub: FakeHub, capsys: py
 
 @pytest.mark.slow
 def test_a_base_is_downloaded_paused_and_finished(hub: FakeHub, tmp_path: Path) -> None:
-    pages, roots, job = open_pages(tmp_path), make_roots(tmp_path / "runs", [tmp_path]), hub_page.job_name(NAME)
+    pages, roots, job = (
+        open_pages(tmp_path),
+        make_roots(tmp_path / "runs", [tmp_path]),
+        processes.job_name("download", NAME),
+    )
     hub.delay = 0.3
     asked = {"model.pretrained": NAME}
     text = pages.post("/hub/download", data=asked, headers=HX).text
@@ -202,7 +206,7 @@ def test_a_base_is_downloaded_paused_and_finished(hub: FakeHub, tmp_path: Path) 
     assert kept <= now and any(each.name == "config.json" for each in now)
     hub.failure = Failure(404, "RepoNotFound")
     pages.post("/hub/download", data={"model.pretrained": "owner/no-sd3"}, headers=HX)
-    other = hub_page.job_name("owner/no-sd3")
+    other = processes.job_name("download", "owner/no-sd3")
     until(lambda: processes.exit_code(roots, other) is not None, 60)
     assert "owner/no-sd3 was not found on the hub" in words(pages.get("/hub?model=owner/no-sd3").text)
 

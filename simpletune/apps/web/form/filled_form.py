@@ -172,9 +172,8 @@ def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
         scan = scans.scan_folder(images, chosen)
         base = _base(roots, asked, card, images, scan, chosen, mine)
     answered = {path: format_value(value, "lines") for path, value in chosen.items() if path not in mine}
-    named = {
-        path: mine[path] for path in (FOLDER, MODEL) if mine.get(path)
-    }  # the user's, even if the base has the same
+    # the user's, even if the base has the same
+    named = {path: mine[path] for path in (FOLDER, MODEL) if mine.get(path)}
     kept = {**answered, **named}
     found = apply_edits(base, {**mine, **answered})
     found = replace(found, mine={**found.mine, **kept})
@@ -248,7 +247,7 @@ def _base(
 def _named_model(roots: Roots, text: str) -> str | None:
     """Return the base that the user has named, if the page may look at it: its settings are then those of its
     family."""
-    if text in MODELS or (HUB_NAME.match(text) and not os.path.exists(roots.named[0] / text)):
+    if text in MODELS or roots.is_on_hub(text):
         return text
     with suppress(UserError):
         return str(roots.resolve(text)) if text and not text.startswith(DEMO) else None

@@ -14,7 +14,7 @@ from simpletune.config.load import read_json, shipped_names
 from simpletune.config.overrides import as_overrides
 from simpletune.config.schema import run_name
 from simpletune.data.demo import TINY_SD3
-from simpletune.models.families import FAMILIES, family_by_name, family_of
+from simpletune.models.families import FAMILIES, likely_family
 from simpletune.models.shared.words import PublicBase
 from simpletune.system.gpus import GROUPS, Card
 from simpletune.system.hub import has_token
@@ -75,8 +75,8 @@ def preset(
     model: str | None = None,
 ) -> StartingConfig:
     """Return a configuration for a card, a folder of pictures, if one is chosen yet, what it holds, once that is known,
-    a trigger word, which may be empty, the fields that the user's answers about the pictures set, and what the pictures
-    teach and the base, if the user has said so."""
+    a trigger word, which may be empty, and the fields that the user's answers about the pictures set. ``what`` the
+    pictures teach and the ``model`` are guessed unless the user has chosen them."""
     suggested = public_bases(card)[0].name
     instead = suggested if model is None and card is not None and suggested != FAMILIES[0].pretrained else None
     named = model or instead
@@ -100,9 +100,8 @@ def preset(
             found.questions,
         )
     named = named or suggested
-    family = family_of(named) or family_by_name(named) or FAMILIES[0]
     profile, fits = profile_of(card)
-    template = family.words.templates_of(named)[what or "style"]
+    template = likely_family(named).words.templates_of(named)[what or "style"]
     origin = WITHOUT_CARD if named == TINY_SD3 else templates_for(template, profile)[0]
     data = copy.deepcopy(read_json(Path(origin)))
     set_at(data, "model.pretrained", named)
