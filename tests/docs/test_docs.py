@@ -75,7 +75,9 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     for path, (package, name, field) in ADDED.items():
         module_of(files[path], path.removesuffix(".py").replace("/", "."), folder, monkeypatch)
         union: dict[str, object] = {}
-        exec(files[package.replace(".", "/") + "/__init__.py"], vars(sys.modules[package]) | {"__name__": "union"}, union)
+        exec(
+            files[package.replace(".", "/") + "/__init__.py"], vars(sys.modules[package]) | {"__name__": "union"}, union
+        )
         old, new = (members_of(annotated) for annotated in (vars(sys.modules[package])[name], union[name]))
         assert len(new - old) == 1 and old < new  # the page's union has all members
         fields[field].annotation = get_args(union[name])[0]
