@@ -24,7 +24,7 @@ from simpletune.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 MAP, HOW_TO = ROOT / "docs" / "explanation" / "how-it-works.md", ROOT / "docs" / "how-to"
-LISTING = re.compile(r"\*\*([\w./]+)\*\*[^\n`]*:\n\n```(\w+)\n(.*?)```", re.S)
+LISTING = re.compile(r"\*\*`([\w./]+)`\*\*[^\n`]*:\n\n```(\w+)\n(.*?)```", re.S)
 ADDED = {  # by the page: the class's file, the union's, its name there, the field of TrainConfig
     "simpletune/adapters/methods/bias.py": ("simpletune.adapters.methods", "Adapter", "adapter"),
     "simpletune/engine/quant/fp8.py": ("simpletune.engine.quant", "Precision", "precision"),

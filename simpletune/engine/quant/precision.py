@@ -208,8 +208,8 @@ class Int8(QuantisedPrecision):
     """How the blocks' linear layers multiply. dequantised: every pass converts the weight to the compute type first;
     int8: activations are quantised to int8 row by row, and a Triton kernel multiplies int8 x int8. It pays where the
     card limits a step and not the host: GeForce cards of sm_80 and newer (predicted); on an H100 it was slower. Errors
-    grow, above all if activations have outliers (docs/explanation/measurements.md). LoRA's own products stay in the compute
-    type, and convolutions dequantise."""
+    grow, above all if activations have outliers (docs/explanation/measurements.md). LoRA's own products stay in the
+    compute type, and convolutions dequantise."""
     input_gradient: Literal["dequantised", "int8"] = "dequantised"
     """How the backward pass computes these layers' input gradients. int8: gradients are quantised like activations;
     needs products int8."""
