@@ -24,7 +24,7 @@ from simpletune.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 MAP, HOW_TO = ROOT / "docs" / "explanation" / "how-it-works.md", ROOT / "docs" / "how-to"
-LISTING = re.compile(r"\*\*`([\w./]+)`\*\*[^\n`]*:\n\n```(\w+)\n(.*?)```", re.S)
+LISTING = re.compile(r"\*\*([\w./\\]+)\*\*[^\n`]*:\n\n```(\w+)\n(.*?)```", re.S)
 ADDED = {  # by the page: the class's file, the union's, its name there, the field of TrainConfig
     "simpletune/adapters/methods/bias.py": ("simpletune.adapters.methods", "Adapter", "adapter"),
     "simpletune/engine/quant/fp8.py": ("simpletune.engine.quant", "Precision", "precision"),
@@ -68,7 +68,8 @@ def module_of(code: str, name: str, folder: Path, patch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The listings of add-a-method, after their classes have joined the unions of the configuration."""
-    files = {path: code for path, _, code in LISTING.findall((HOW_TO / "add-a-method.md").read_text())}
+    page = (HOW_TO / "add-a-method.md").read_text()
+    files = {path.replace("\\", ""): code for path, _, code in LISTING.findall(page)}
     folder, fields = tmp_path / "listings", TrainConfig.model_fields
     folder.mkdir()
     before = {field: fields[field].annotation for _, _, field in ADDED.values()}
