@@ -213,7 +213,16 @@ def import_keys() -> Iterator[str]:
             for key, text in sorted(idle.items()):  # one reason, or one for some values each
                 of_values = [f"`{value}`: {why}" for value, why in text.items()] if isinstance(text, dict) else [text]
                 rows.append((f"`{key}`", f"not needed: {'; '.join(of_values)}"))
-            yield from table(("key", "here"), rows)
+            yield from table(("key", "here"), together(rows))
+
+
+def together(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Rows of keys that become the same, as one row where the first of them stands."""
+    keys: dict[str, list[str]] = {}
+    for key, text in rows:
+        keys.setdefault(text, []).append(key)
+    for text, same in keys.items():
+        yield ", ".join(same), text
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {

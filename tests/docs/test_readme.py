@@ -1,6 +1,6 @@
 """README, CONTRIBUTING and docs: commands run after the demo or are parsed; verbs, grids, paths and links exist.
 
-docs/explanation/one-step.md names the files and functions that a step of the demo passes through, in their order.
+docs/explanation/how-it-works.md names functions that a step of the demo passes through, in their order.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 COMMANDS = (ROOT / "docs" / "reference" / "commands.md").read_text()
 FOLDERS = ("simpletune", "configs", "benchmarks", "inference", "profiles", "tests", "docs")
-PACKAGE, ONE_STEP = ROOT / "simpletune", ROOT / "docs" / "explanation" / "one-step.md"
-SPINE = ("training/", "stages/step/")
-"""Where every function of a step is on its page; of other folders every file is."""
+PACKAGE, MAP = ROOT / "simpletune", ROOT / "docs" / "explanation" / "how-it-works.md"
 DIFFUSERS_SCRIPTS = {"train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py"}
 SHOWN = [command for page in PAGES for command in commands(page)]
 RUN_ON = [page for page in PAGES if any(command.why_not_run() is None for command in commands(page))]
@@ -145,18 +143,14 @@ def test_the_commands_of_a_page_run_after_the_demo(
 
 
 @pytest.mark.usefixtures("demo")
-def test_the_page_of_a_step_names_functions_in_their_order_every_file_and_the_whole_spine(
-    passed: dict[str, None],
-) -> None:
+def test_the_page_names_functions_of_a_step_in_their_order(passed: dict[str, None]) -> None:
     calls = list(passed)
     begins = next(place for place, call in enumerate(calls) if "before_step" in call)
     calls = calls[begins:] + calls[:begins]  # what follows the update in a step stands last
-    text = ONE_STEP.read_text()
-    named = re.findall(r"`([\w/]+\.py::[\w.]+)`", text)
+    section = MAP.read_text().partition("## One training step")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py::[\w.]+)`", section)
     assert [name for name in named if name not in calls] == []
-    assert named == sorted(named, key=calls.index)
-    assert sorted({call.partition("::")[0] for call in calls} - set(re.findall(r"[\w/]+\.py", text))) == []
-    assert [call for call in calls if call.startswith(SPINE) and f"`{call}`" not in text] == []
+    assert named == sorted(named, key=calls.index) and len(named) >= 15
 
 
 @pytest.fixture(scope="module")
