@@ -43,25 +43,34 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[st
 
 
 def commands() -> Iterator[str]:
-    """Each verb with its arguments, in the groups of ``simpletune --help``."""
-    (verbs,) = (action for action in command_line.parser()._actions if isinstance(action, argparse._SubParsersAction))
+    """Each verb with its arguments, in the groups of ``simpletune --help``; those of ``lora`` after it."""
+    top = command_line.parser().verbs()
+    assert top is not None
     for group, names in command_line.VERB_GROUPS.items():
         yield f"## {group[0].upper()}{group[1:]}"
         yield ""
         for name in names:
-            yield f"### {name}"
-            yield ""
-            yield f"{cell(verbs.choices[name].description)}."
-            yield ""
-            if rows := list(arguments(verbs.choices[name])):
-                yield from table(("argument", "what it does"), rows)
+            verb = top.choices[name]
+            yield from command(name, verb)
+            for inner, parser in () if (own := verb.verbs()) is None else own.choices.items():
+                yield from command(f"{name} {inner}", parser)
+
+
+def command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    """One verb with its arguments."""
+    yield f"### {name}"
+    yield ""
+    yield f"{cell(parser.description)}."
+    yield ""
+    if rows := list(arguments(parser)):
+        yield from table(("argument", "what it does"), rows)
 
 
 def arguments(verb: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     """The arguments of a verb, as its help shows them."""
     formatter = verb._get_formatter()
     for action in verb._actions:
-        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
+        if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)) or action.help == argparse.SUPPRESS:
             continue
         name = action.metavar or action.dest if not action.option_strings else action.dest.upper()
         values = formatter._format_args(action, str(name)) if action.nargs != 0 else ""

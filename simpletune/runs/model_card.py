@@ -237,7 +237,7 @@ def _use(config: TrainConfig, example: ImageRequest) -> Iterator[str]:
                 (public_name(lora) for lora in config.model.loras),
                 _local_name(config, config.model.files.weights_from),
             )
-            merge = shlex.join(["simpletune", "merge", *loras, "--base", base, "--out", MERGED])
+            merge = shlex.join(["simpletune", "lora", "merge", *loras, "--base", base, "--out", MERGED])
             yield f"It was trained on top of other LoRAs. Merge them into the base first:\n\n```sh\n{merge}\n```"
         yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
     if (option := config.text.embeddings) is not None:

@@ -155,7 +155,7 @@ class _StackedTensors:
         try:
             return self._merger.get(name)
         except UserError as error:
-            raise UserError(f"model.loras: {error} in simpletune merge, and train on its result") from None
+            raise UserError(f"model.loras: {error} in simpletune lora merge, and train on its result") from None
 
 
 def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
@@ -185,8 +185,8 @@ def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
             encoders = encoders_in(text, config.model.lora[0].names.encoders)
             raise UserError(
                 f"{each.place} also updates {encoders}, and model.loras changes only the {part}. Train on "
-                "what simpletune merge writes: a single file with its text encoders, or with --denoiser-only a folder "
-                f"for model.{part}"
+                "what simpletune lora merge writes: a single file with its text encoders, or with --denoiser-only a "
+                f"folder for model.{part}"
             )
         updates = without_other_input(each.place, updates, shapes)
         require_shapes(each.place, updates, shapes)

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from benchmarks.__main__ import GRIDS, name_of
 from benchmarks.__main__ import parser as grids_parser
 from simpletune.apps.cli import main as command_line
-from simpletune.apps.cli.main import VERB_GROUPS, VERBS, main, parse
+from simpletune.apps.cli.main import FORMER_VERBS, VERB_GROUPS, VERBS, main, parse
 from simpletune.config.load import read_config
 from simpletune.data import demo as demo_data
 from simpletune.data.sources.folder import Folder
@@ -192,7 +192,7 @@ def read(command: Command) -> None:
             words = ["train", *(words[1:] or ["demo"])]
         args = parse(words[words.index("simpletune") + 1 :] if "simpletune" in words else words)
         is_folder = any(word.endswith("/") for word in words)  # a folder: its configuration is written first
-        named = getattr(args, "config", None) is not None  # calibrate needs none
+        named = getattr(args, "config", None) is not None  # doctor --calibrate needs none
         if named and "bias" not in command.text and not is_folder:  # only the walkthrough has bias
             read_config(args.config, args.overrides, needs_data=False, needs_model=False)
 
@@ -236,7 +236,7 @@ def test_the_help_groups_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_verbs_within_sentences_exist(page: str) -> None:
-    assert inline_verbs(page) <= set(VERBS)
+    assert inline_verbs(page) <= {*VERBS, *FORMER_VERBS}
 
 
 def test_the_readme_is_short_and_the_index_names_every_page() -> None:

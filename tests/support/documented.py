@@ -20,7 +20,7 @@ SYNOPSIS = r"\b(CONFIG|GRID|RUN|FILE|FOLDER|LORA|LOKR|MODEL|BASE)\b|A:0\.7"
 
 # Why a command is parsed and not run, by what it contains. A comment with "needs" in the page is a reason, too.
 NOT_RUN = {
-    r"\bbias\b|_bias\b|^simpletune schema >": "of the walkthrough (tests/docs/test_docs.py runs its listings)",
+    r"\bbias\b|_bias\b|^simpletune .*schema >": "of the walkthrough (tests/docs/test_docs.py runs its listings)",
     SYNOPSIS: "a synopsis",
     r"^simpletune (estimate|plan)": "predicts for 20 s, searches for minutes (test_estimate.py, test_planning.py)",
     r"sd3_medium|sd35_|sd21_|sd15_|stabilityai/|openai/": "needs the hub",
@@ -28,7 +28,7 @@ NOT_RUN = {
     r"^\./(train|test)\.sh": "installs (test_setup.py)",
     r"^make ": "for contributors; the target exists",
     r"^simpletune caption": "needs an image-to-text model (test_captioning.py)",
-    r"^simpletune doctor": "examines this machine, which may lack anything (test_doctor.py)",
+    r"^simpletune doctor(?! --calibrate)": "examines this machine, which may lack anything (test_doctor.py)",
     r"^simpletune (serve|web)": "serves until it is stopped (test_serve.py, test_web_page.py)",
     r"\b(a|b|other)\.safetensors|\bmerged|runs/(?!demo)": "needs other runs (test_lora_tools.py, test_report.py)",
 }

@@ -436,7 +436,7 @@ def test_environment_and_exit_code_in_a_process_of_its_own(hub: FakeHub, tiny_co
     config = write_config({**tiny_config, "model": {"pretrained": NAME}})
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
     done = subprocess.run(
-        [sys.executable, "-m", "simpletune", "prepare", str(config)], env=env, capture_output=True, text=True
+        [sys.executable, "-m", "simpletune", "train", str(config), "--prepare"], env=env, capture_output=True, text=True
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {NAME} is gated, and the token was not accepted (401).")

@@ -348,7 +348,7 @@ def open_lora(file: Path) -> LoraHeader:
     if is_hypernetwork(header.names):
         raise UserError(
             f"{file} is a hypernetwork: a function of the attention's inputs, not an update of weights, so it cannot "
-            "be merged, mixed, resized or written as a LoRA. Draw with it (--lora FILE), or use simpletune export "
+            "be merged, mixed, resized or written as a LoRA. Draw with it (--lora FILE), or use simpletune lora export "
             "FILE --format a1111"
         )
     if not header.is_lora:

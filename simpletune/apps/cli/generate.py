@@ -17,12 +17,15 @@ from simpletune.apps.cli.arguments import (
     positive,
     seed,
     share,
+    show_first,
     size,
     steps,
     strength,
     tile,
 )
 from simpletune.system.startup import import_libraries
+
+FIRST = ("--prompt", "--run", "--model", "--seeds", "--seed", "--size", "--out")  # of the options, in the short help
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -45,6 +48,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     about = "PNG file to write; several pictures get -000, -001, ... (default: next number in the run's inference/)"
     parser.add_argument("--out", "--output", dest="output", type=Path, metavar="FILE", help=about)
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
+    show_first(parser, *FIRST, "--lora")
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -84,6 +88,7 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="new or empty folder to write (default: next number in the first run's compare/)",
     )
+    show_first(parser, *FIRST, "--checkpoints")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -440,7 +440,7 @@ def report(request: Request) -> Response:
 def finish(request: Request, form: Form) -> Response:
     """Make a stopped run's checkpoint its result."""
     view = view_of(request)
-    return _begin(request, view, "finish", ["finish", view.weights(form.get("step", ""))])
+    return _begin(request, view, "finish", ["control", view.weights(form.get("step", "")), "--finish"])
 
 
 def _begin(request: Request, view: RunView, kind: str, words: list[str]) -> Response:

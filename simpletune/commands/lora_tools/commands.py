@@ -1,4 +1,4 @@
-"""Verbs that write LoRA files or merged models: export, merge, mix, extract, resize."""
+"""What ``simpletune lora`` writes, LoRA files or merged models: export, merge, mix, extract, resize."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class NamedLora:
 
 def named_lora(text: str, strength: bool = False) -> NamedLora:
     """Find a LoRA by file, run, checkpoint or hub name."""
-    remedy = "Extract a LoRA from its difference from the base: simpletune extract BASE TUNED"
+    remedy = "Extract a LoRA from its difference from the base: simpletune lora extract BASE TUNED"
     named = find_lora(text, remedy=remedy, strength=strength)
     assert named.lora is not None
     return NamedLora(named.lora, named.run, 1.0 if named.scale is None else named.scale, named.step)
@@ -111,7 +111,9 @@ def export(args: argparse.Namespace) -> Path:
         if args.format == "lycoris":
             raise UserError("--format lycoris writes LoKr and LoHa as they are. Leave out --rank and --energy")
         if all(isinstance(update, LoraUpdate) for update in updates.values()):
-            raise UserError("--rank and --energy approximate LoKr and LoHa; this file is LoRA. Use simpletune resize")
+            raise UserError(
+                "--rank and --energy approximate LoKr and LoHa; this file is LoRA. Use simpletune lora resize"
+            )
         updates, lost = resize_all(updates, args.rank, args.energy)
     config = source.config(header.metadata)
     names = names_of_run(config, header)
@@ -193,10 +195,10 @@ def mix(args: argparse.Namespace) -> Path:
 
     sources = [named_lora(text, strength=True) for text in args.loras]
     if len(sources) < 2:
-        raise UserError("mix needs at least two LoRAs, as in: simpletune mix a.safetensors:0.7 b.safetensors:0.5")
+        raise UserError("mix needs at least two LoRAs, as in: simpletune lora mix a.safetensors:0.7 b.safetensors:0.5")
     if args.rank and not args.method.endswith("svd"):
         raise UserError(
-            f"--rank applies to methods that end in svd, not to {args.method}. Use simpletune resize instead"
+            f"--rank applies to methods that end in svd, not to {args.method}. Use simpletune lora resize instead"
         )
     for source in sources:
         refuse_same(args.out, source.file)

@@ -130,7 +130,7 @@ for code in json.loads(sys.argv[1]):
 print(json.dumps(found))"""
 TORCH, CONFTEST, WEB = "import torch", "import conftest", "import simpletune.apps.web.app"
 ESTIMATE = "estimate demo train.steps=7 --device L4 output.cache={}"
-COMMANDS = ("--help", "generate --help", "check demo", "schema")
+COMMANDS = ("--help", "generate --help", "check demo", "check --schema")
 Start = tuple[float, list[str]]
 """Processor seconds and modules."""
 
