@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from documented import COMMAND, LANGUAGES, PAGES, Block, Command, code_blocks, commands, simple_commands
+from documented import COMMAND, LANGUAGES, PAGES, Block, code_blocks, commands, simple_commands, without_choices
 
 from simpletune.apps.cli.main import VERBS
 from simpletune.config.load import validate
@@ -76,10 +76,8 @@ def test_every_command_of_a_page_is_run_parsed_or_left_out_for_a_reason(page: st
 
 def plain(line: str) -> str:
     """A command as both ways of reading a page give it: no redirection, no quotes."""
-    text = re.sub(r" [12&]?>.*", "", Command("", line).text)
-    return " ".join(shlex.split(re.sub(r"\[[^\]]*\.\.\.\]|\[@STEP\]|(?<=\w)\|\w+|[\[\]]", "", text))).removeprefix(
-        ".venv/bin/"
-    )
+    text = re.sub(r" [12&]?>.*", "", without_choices(line))
+    return " ".join(shlex.split(text)).removeprefix(".venv/bin/")
 
 
 def account_for(page: str, line: str) -> None:

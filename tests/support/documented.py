@@ -67,7 +67,9 @@ class Command:
 
 
 def without_choices(text: str) -> str:
-    """A command without what a synopsis may leave out: lists, further choices, and brackets of optional arguments."""
+    """A synopsis without what may be left out: lists, further choices, and brackets of optional arguments."""
+    if not re.search(SYNOPSIS, text):
+        return text
     text = re.sub(r"\[[^\]]*\.\.\.\]|\[@STEP\]", "", text)
     return re.sub(r"(?<=\w)\|\w+|[\[\]]", "", text)
 
@@ -99,8 +101,7 @@ class Block:
     @property
     def script(self) -> str:
         """What a reader types, of a synopsis one choice."""
-        lines = self.typed.splitlines()
-        return "\n".join(without_choices(line) if re.search(SYNOPSIS, line) else line for line in lines)
+        return "\n".join(map(without_choices, self.typed.splitlines()))
 
 
 def code_blocks(page: str) -> list[Block]:
