@@ -12,6 +12,7 @@ import json
 import re
 import shlex
 import subprocess
+import textwrap
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,7 @@ OTHERS = {
     "kubectl": "needs a cluster (test_launch_files.py)",
     "nvidia-smi": "asks the driver",
     "pip": "installs; the extras exist",
+    "python": "a test of the reader's (test_docs.py runs the listings)",
     "python3": "asks for the version",
     "sbatch": "needs a cluster (test_launch_files.py)",
     "scp": "needs another machine",
@@ -122,8 +124,14 @@ def read_json(block: Block) -> None:
 
 
 def read_python(block: Block) -> None:
-    """Parse Python, and find what it imports from simpletune; another listing of the page may define it."""
-    for node in ast.walk(ast.parse(block.text)):
+    """Parse Python, and find what it imports from simpletune; another listing of the page may define it. An excerpt,
+    with lines of three dots, stands in a file."""
+    parts = [part.strip("\n") for part in re.split(r"^ *\.\.\.$", block.text, flags=re.M)]
+    if len(parts) > 1:
+        files = (file for folder in ("simpletune", "tests") for file in (ROOT / folder).rglob("*.py"))
+        assert any(all(part in source for part in parts) for source in map(Path.read_text, files))
+        return
+    for node in ast.walk(ast.parse(textwrap.dedent(block.text))):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("simpletune"):
             file = f"{str(node.module).replace('.', '/')}.py"
             if f"**{file}**" not in (ROOT / block.page).read_text():
