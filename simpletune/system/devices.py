@@ -120,7 +120,8 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
         raise UserError(
             f"device: nvidia-smi works (driver {driver}), but torch {torch.__version__} (CUDA {torch.version.cuda}) "
             "finds no GPU: the driver is too old for this build, or the build is for the CPU. CUDA 13 builds need "
-            "driver 580 or newer. Update the driver, or install a matching build (SIMPLETUNE_TORCH_INDEX, docs/how-to/install.md)"
+            "driver 580 or newer. Update the driver, or install a matching build (SIMPLETUNE_TORCH_INDEX, "
+            "docs/how-to/install.md)"
         )
     if is_demo and asked == "auto":
         return torch.device("cpu"), "cpu (no GPU; the demo model is small)"

@@ -121,8 +121,9 @@ def test_the_rented_machine_s_time_and_price_are_what_estimate_prints() -> None:
     minutes, price, low, high = re.search(
         r"the job of 1000 steps (\d+) min .*\n +costs ([\d.]+) \(([\d.]+) to ([\d.]+)\)", said
     ).groups()  # type: ignore[union-attr]
-    assert f"predicts {minutes} minutes for 1,000 steps at 1024 px, which cost {price} USD ({low} to {high};" in RENTED
+    prose = " ".join(RENTED.split())
+    assert f"predicts {minutes} minutes for 1,000 steps at 1024 px, which cost {price} USD ({low} to {high};" in prose
     for line in re.findall(r"^ +(?:the card must have|it fits|L4 has|the job|costs) .*", RENTED, re.M):
         assert line.strip() in said, line
     on_a_t4 = figure(r"must have +([\d,]+)", told("sd3_medium_lora_8gb", "T4"))
-    assert f"which needs {on_a_t4} of its 15,032 MiB" in RENTED
+    assert f"which needs {on_a_t4} of its 15,032 MiB" in prose
