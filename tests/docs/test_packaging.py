@@ -126,8 +126,8 @@ def test_a_checkout_that_is_not_installed_has_the_fallback_version(tmp_path: Pat
 
 
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
-def test_the_readme_names_every_extra(extra: str) -> None:
-    assert f"`{extra}`" in (ROOT / "README.md").read_text()
+def test_a_page_names_every_extra(extra: str) -> None:
+    assert f"`{extra}`" in (ROOT / "docs" / "how-to" / "install.md").read_text()
 
 
 def test_the_citation_has_the_package_s_version_and_licence() -> None:

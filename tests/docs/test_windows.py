@@ -1,6 +1,6 @@
 """simpletune.bat, as far as its text shows, and its part in Linux, with made-up programs of WSL and Windows.
 
-cmd.exe is not here. By hand, each branch of the file was run in Wine's (docs/how-to/wsl.md).
+cmd.exe is not here. By hand, each branch of the file was run in Wine's (docs/how-to/install.md).
 """
 
 from __future__ import annotations

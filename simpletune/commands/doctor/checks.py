@@ -65,7 +65,7 @@ def system(machine: Machine) -> Iterator[Finding]:
             WARNING,
             f"{name} {release}",
             "Natively, nobody has tried simpletune on Windows yet",
-            "Use WSL 2 (docs/how-to/wsl.md), or report what fails (docs/how-to/install.md)",
+            "Use WSL 2 (docs/how-to/install.md), or report what fails",
         )
     elif name != "Linux":
         yield Finding(
