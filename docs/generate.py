@@ -20,10 +20,10 @@ from typing import Any
 from simpletune.apps.cli import main as command_line
 from simpletune.commands.importers.importing import TOOLS
 from simpletune.commands.importers.translation import trainer_tables
+from simpletune.config.load import shipped_files, shipped_names
 from simpletune.config.schema import TrainConfig
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
-CONFIGS = REFERENCE.parent.parent / "configs"
 MARK = "<!-- Below this line, docs/generate.py writes this page. -->"
 Schema = dict[str, Any]
 
@@ -185,9 +185,14 @@ def configuration() -> Iterator[str]:
     """The configurations that the package includes, and every field."""
     yield "## Configurations that come with simpletune"
     yield ""
-    files = [file for file in sorted(CONFIGS.glob("*.json")) if file.name != "schema.json"]
-    shipped = [(f"`{file.stem}`", json.loads(file.read_text())["about"]) for file in files]
-    yield from table(("name", "what it is"), shipped)
+    files, names = shipped_files(), shipped_names()
+    rows = {name: (f"`{name}`", json.loads(file.read_text())["about"]) for name, file in files.items()}
+    yield from table(("name", "what it is"), (rows.pop(name) for name in names))
+    yield "### More of them"
+    yield ""
+    yield "Lists leave these out: each differs from another in a field or two, or is for studies, benchmarks and tests."
+    yield ""
+    yield from table(("name", "what it is"), rows.values())
     yield from Fields(TrainConfig.model_json_schema(by_alias=True)).lines()
 
 

@@ -18,6 +18,7 @@ from benchmarks import (
     vertex_quality,
 )
 from benchmarks.judged import Studio
+from simpletune.config.load import read_json
 from simpletune.data.demo import demo_scenes
 from simpletune.system.options import Json
 
@@ -40,7 +41,7 @@ def test_the_checker_reads_the_subject_itself() -> None:
 @pytest.mark.parametrize("name", ["demo", "demo_full", "demo_embeddings", "demo_sdxl"])
 def test_the_demos_prompts_are_chosen_by_number_from_the_fixed_set(name: str) -> None:
     """Validation: numbers 2 and 3 with the trigger and 4 without; drift: the first flat and painted ones."""
-    validation = json.loads((ROOT / "configs" / f"{name}.json").read_text())["validation"]
+    validation = read_json(Path(name))["validation"]
     named = quality.prompts_of(4, quality.STYLE, demo_scenes.STYLE_TRIGGER)
     others = quality.unrelated(100)
     assert validation["prompts"] == [named[1].text, named[2].text, others[3].text]

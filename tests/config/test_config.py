@@ -26,7 +26,7 @@ from simpletune.apps.cli.lora import merge_arguments
 from simpletune.apps.cli.main import main
 from simpletune.config import load
 from simpletune.config.error_text import problems_of
-from simpletune.config.load import read_config, read_saved, validate
+from simpletune.config.load import read_config, read_saved, shipped_files, validate
 from simpletune.config.overrides import merge
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
@@ -358,12 +358,14 @@ def test_the_schema_documents_every_field() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.json")), ids=lambda file: file.name)
+def test_the_schema_of_editors_is_that_of_the_classes() -> None:
+    assert json.loads((ROOT / "configs" / "schema.json").read_text()) == TrainConfig.model_json_schema(by_alias=True)
+
+
+@pytest.mark.parametrize("file", shipped_files().values(), ids=lambda file: file.name)
 def test_every_config_loads_and_says_what_it_is_for(file: Path) -> None:
-    if file.name == "schema.json":
-        assert json.loads(file.read_text()) == TrainConfig.model_json_schema(by_alias=True)
-        return
     data = json.loads(file.read_text())
+    assert (file.parent / data["$schema"]).samefile(ROOT / "configs" / "schema.json")
     needs_images = not data["data"].get("path", "").startswith("demo:")
     made_here = data.get("model", {}).get("pretrained", "").startswith("runs/")  # by make tiny-sd3, make tiny-sdxl
     tiny = f"model.pretrained=demo:tiny-{data.get('model', {}).get('family', 'sd3')}"

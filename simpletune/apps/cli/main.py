@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
@@ -18,12 +18,12 @@ from simpletune import __version__
 from simpletune.apps.cli import control, data, doctor, estimate, evaluate, generate, lora, serve, start, train
 from simpletune.system.console import print_any_text, verbose
 from simpletune.system.devices import prepare_environment
-from simpletune.system.options import UserError
+from simpletune.system.options import ConfigError, Problem, UserError
 from simpletune.system.portable import peak_resident_bytes
 from simpletune.system.printable import printable
 from simpletune.system.processes import end_with_launcher
 from simpletune.system.redact import redact
-from simpletune.system.shell import typed_path
+from simpletune.system.shell import quote_command, typed_path
 from simpletune.system.signals import Stopped
 
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
@@ -163,24 +163,31 @@ def parser() -> Parser:
     return top
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse a command line; overrides may precede or follow flags."""
-    words, top = list(sys.argv[1:] if argv is None else argv), parser()
+def todays_words(argv: list[str] | None) -> list[str]:
+    """Return the words of a command line, with a verb of before as it is called today."""
+    words = list(sys.argv[1:] if argv is None else argv)
     at = next((place for place, word in enumerate(words) if not word.startswith("-")), None)
     if at is not None:
         words[at : at + 1] = FORMER_VERBS.get(words[at], (words[at],))
-        if words[at] not in VERBS:
-            from simpletune.config.error_text import did_you_mean
+    return words
 
-            near = difflib.get_close_matches(words[at][:60], [*VERBS, *FORMER_VERBS], n=1)
-            today = [" ".join(FORMER_VERBS.get(name, (name,))) for name in near]
-            top.error(f"unknown verb {words[at]}.{did_you_mean(today[0] if near else words[at], today or [*VERBS])}")
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse a command line; overrides may precede or follow flags."""
+    words, top = todays_words(argv), parser()
+    verb = next((word for word in words if not word.startswith("-")), None)
+    if verb is not None and verb not in VERBS:
+        from simpletune.config.error_text import did_you_mean
+
+        near = difflib.get_close_matches(verb[:60], [*VERBS, *FORMER_VERBS], n=1)
+        today = [" ".join(FORMER_VERBS.get(name, (name,))) for name in near]
+        top.error(f"unknown verb {verb}.{did_you_mean(today[0] if near else verb, today or [*VERBS])}")
     args, rest = top.parse_known_args(words)
     chosen = top  # the parser of the verb, or of the verb's verb
     while (verbs := chosen.verbs()) is not None:
-        if (verb := getattr(args, verbs.dest)) is None:
+        if (name := getattr(args, verbs.dest)) is None:
             break
-        chosen = verbs.choices[verb]
+        chosen = verbs.choices[name]
     if verbs is not None and not rest:
         chosen.print_help()
         sys.exit(0)
@@ -232,7 +239,8 @@ def main(argv: list[str] | None = None) -> int:
         with verbose(getattr(args, "verbose", False)):
             VERBS[args.verb][0](args)
     except UserError as error:
-        print(f"error: {printable(redact(str(error)))}", file=sys.stderr)
+        told = name_folders(error, todays_words(argv)) if isinstance(error, ConfigError) else error
+        print(f"error: {printable(redact(str(told)))}", file=sys.stderr)
         return error.code
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -253,6 +261,22 @@ def main(argv: list[str] | None = None) -> int:
         print("\nstopped; finished work is kept", file=sys.stderr)
         return 130
     return 0
+
+
+def name_folders(error: ConfigError, words: Sequence[str]) -> ConfigError:
+    """Say of pictures that are not there, and that no word of the command names, how this command names others."""
+    from simpletune.data.sources.folder import MissingFolder
+
+    given = {word.partition("=")[0] for word in words}
+    folders = [each for each in error.problems if isinstance(each, MissingFolder)]
+    missing = [each for each in folders if not given & {"data.path", each.path}]
+    command = quote_command("simpletune", *words, *(f"{each.path}=FOLDER" for each in missing))
+    told: dict[Problem, Problem] = {}
+    for each in missing:
+        place = "there" if Path(each.folder).is_absolute() else f"in {Path.cwd()}"
+        why = f"the folder with your pictures ({each.folder} is not {place})"
+        told[each] = Problem(each.path, f"add {each.path}=FOLDER, {why}:\n    {command}")
+    return ConfigError([told.get(each, each) for each in error.problems], error.source)
 
 
 def _is_memory_full(error: BaseException) -> bool:

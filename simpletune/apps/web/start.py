@@ -206,8 +206,9 @@ def _whole_page(request: Request, filled: FilledForm, form: str, last: object, s
     values |= {"named": False, "guessed": False, "offered": False}
     files = [str(file) for root in (roots.own / CONFIGS, *roots.named) for file in sorted(root.glob("*.json"))[:LISTED]]
     base = filled.asked.base
-    own = [(base, base.replace(":", " ", 1))] if base.startswith(("file:", "run:")) else []
     shipped = [(f"shipped:{name}", name) for name in shipped_names()]
+    unlisted = base.startswith(("file:", "run:", "shipped:")) and base not in dict(shipped)
+    own = [(base, base.replace(":", " ", 1))] if unlisted else []
     bases_to_start_from = [(PRESET, "what suits the card and the pictures"), *own, *shipped]
     values |= {"tried": status != 200, "uploads": roots.uploads, "bases_to_start_from": bases_to_start_from}
     return render(request, "start.html", status, cards=cards(), files=files, **values)

@@ -488,6 +488,20 @@ def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.Estima
         assert client.post("/start/change", data={**values, "state": state}, headers=HX).status_code == 400
 
 
+def test_the_page_lists_the_configurations_to_choose_from_and_keeps_another_that_an_address_names(
+    tmp_path: Path, quiet: list[live.EstimateRequest]
+) -> None:
+    def offered(address: str) -> dict[str, bool]:
+        options = re.findall(r'<option value="shipped:(\w+)"( selected)?>', open_pages(tmp_path).get(address).text)
+        return {name: bool(selected) for name, selected in options}
+
+    assert offered("/start") == dict.fromkeys(shipped_names(), False)
+    rarer = "sd3_medium_lora_r16_int8"
+    assert rarer not in shipped_names() and offered(f"/start?base=shipped:{rarer}")[rarer]
+    listed = offered("/start?base=shipped:sd15_lora")
+    assert len(listed) == len(shipped_names()) and [name for name in listed if listed[name]] == ["sd15_lora"]
+
+
 def test_no_file_outside_of_the_roots_is_read_or_named(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
     images(tmp_path / "secret")
     (tmp_path / "secret" / "c.json").write_text('{"name": "leaked", "data": {"path": "x"}}')
