@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = (ROOT / "docs" / "reference" / "models.md").read_text()
 LEVERS = (ROOT / "docs" / "reference" / "memory-levers.md").read_text()
 SETTINGS = re.findall(r"^\| `(\w+(?: [\w.]+=\w+)+)` \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", MODELS, re.M)
-FOR_A_CARD = {file.stem: json.loads(file.read_text())["about"] for file in ROOT.glob("configs/*_[0-9]*gb.json")}
+FOR_A_CARD = {file.stem: json.loads(file.read_text())["about"] for file in (ROOT / "configs").rglob("*_[0-9]*gb.json")}
 STUDENT = "sd3_medium_lora_r16_int8"  # whose levers the page compares
 
 
