@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from simpletune.system.hub import Repository, explain_hub_errors, has_token
 from simpletune.system.options import UserError
 
-FILE = "model_index.json"  # a small file that every pipeline has
+FILE = "model_index.json"  # a small file that every pipeline has, for a question
 SECONDS = 5.0  # timeout for the Hub
 KEPT = 60.0  # seconds for which an answer is remembered
 TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
@@ -99,11 +99,6 @@ def _without_tokens() -> Iterator[None]:
         raise UserError(f"The Hub does not accept this token for a person's account. Make one at {TOKENS}") from None
 
 
-def is_cached(name: str) -> bool:
-    """Return whether a model, or a part of it, is in the Hub's cache."""
-    return any((Repository(name).cache / "snapshots").glob(f"*/{FILE}"))
-
-
 def known_access(name: str) -> Access | None:
     """Return what ``access_to`` has found lately; None if it has not been asked."""
     found = _asked.get((name, bool(token_source())))
@@ -111,13 +106,11 @@ def known_access(name: str) -> Access | None:
 
 
 def access_to(name: str) -> Access:
-    """Ask whether this account may download a model, by a HEAD request for a small file, if it is not in the cache."""
+    """Ask whether this account may download a model, by a HEAD request for a small file."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
     repository = Repository(name)
-    if is_cached(name):
-        return Access("here")
     if (found := known_access(name)) is not None and not found.may_fail:  # a licence may have been accepted meanwhile
         return found
     source = token_source()

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_SecretOfTheTest"
+XET = "/xet"  # path of the store of large files
 
 
 @dataclass
@@ -52,6 +53,8 @@ class FakeHub:
         delay: seconds before an answer.
         damage: large files hold zeros.
         short: large files lack their last byte, and Content-Length says so.
+        xet: large files are in Xet, whose store never answers (``stalls``) or refuses (``refuses``), or for which no
+            token comes (``no token``); empty: they are not in Xet.
         requests: (method, path, range, token seen) of every request so far.
         sent: bytes of each file sent so far.
     """
@@ -64,6 +67,7 @@ class FakeHub:
     delay: float = 0.0
     damage: bool = False
     short: bool = False
+    xet: str = ""
     url: str = ""
     requests: list[tuple[str, str, str | None, bool]] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
@@ -114,6 +118,10 @@ class _Handler(BaseHTTPRequestHandler):
             if failure.method in ("", self.command) and failure.times != 0:
                 failure.times = None if failure.times is None else failure.times - 1
                 return self.fail(failure)
+        if path.startswith(XET):
+            return self.fail(Failure(404) if hub.xet == "refuses" else Failure("stall"))
+        if "/xet-read-token/" in path:
+            return self.xet_token()
         if kind == "api":
             return self.account(seen) if path == "/api/whoami-v2" else self.api(path)
         self.file(path, body)
@@ -149,6 +157,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def xet_token(self) -> None:
+        if self.hub.xet == "no token":
+            return self.fail(Failure("stall"))
+        self.send_response(200)
+        self.send_header("X-Xet-Cas-Url", self.hub.url + XET)
+        self.send_header("X-Xet-Access-Token", "of the store")
+        self.send_header("X-Xet-Token-Expiration", str(int(time.time()) + 3600))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def api(self, path: str) -> None:
         if path.split("/", 3)[-1].split("/revision/")[0] != self.hub.name:
             return self.fail(Failure(404, "RepoNotFound"))
@@ -170,6 +188,9 @@ class _Handler(BaseHTTPRequestHandler):
         digest = hashlib.sha256(data) if is_large(name) else hashlib.sha1(data)
         self.send_header("ETag", f'"{digest.hexdigest()}"')
         self.send_header("X-Repo-Commit", COMMIT)
+        if hub.xet and is_large(name):
+            self.send_header("X-Xet-Hash", digest.hexdigest())
+            self.send_header("X-Xet-Refresh-Route", f"{hub.url}/api/models/{hub.name}/xet-read-token/{COMMIT}")
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         data = (bytes(len(data)) if hub.damage and is_large(name) else data)[start:]

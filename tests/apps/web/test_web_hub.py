@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import logging
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -187,22 +186,27 @@ def test_a_base_is_downloaded_paused_and_finished(hub: FakeHub, tmp_path: Path) 
         make_roots(tmp_path / "runs", [tmp_path]),
         processes.job_name("download", NAME),
     )
-    hub.delay = 0.3
+    hub.delay, cache = 0.3, tmp_path / "home" / "hf"
+    hub.failure = Failure("stall", on="weights", method="GET")
     asked = {"model.pretrained": NAME}
     text = pages.post("/hub/download", data=asked, headers=HX).text
     assert 'id="hub-pause"' in text and "every 2s" in text
-    until(lambda: hub.sent, 60)
+    until(lambda: any(cache.rglob("*.incomplete")), 60)
     assert "is still running" in pages.post("/hub/download", data=asked, headers=HX).text
     pages.post("/hub/pause", data=asked, headers=HX)
     until(lambda: not processes.is_running(roots, job), 60)
-    time.sleep(0.2)
-    kept = {file.relative_to(tmp_path / "home" / "hf") for file in (tmp_path / "home" / "hf").rglob("*.json")}
-    hub.delay = 0.0
+    until(lambda: processes.exit_code(roots, job) is not None, 10)
+    text = pages.get("/hub", params={"model": NAME}).text
+    assert "Go on" in words(text) and "Paused: complete files stay" in words(text) and "problem" not in text
+    kept = {file.relative_to(cache) for file in cache.rglob("*.json")}
+    assert not list(cache.rglob("*.incomplete")), "no later download would continue it"
+    hub.delay, hub.failure = 0.0, None
     pages.post("/hub/download", data=asked, headers=HX)
     until(lambda: not processes.is_running(roots, job), 120)
     until(lambda: processes.exit_code(roots, job) is not None, 10)
     assert processes.exit_code(roots, job) == 0, processes.tail(roots, job, 20)
-    now = {file.relative_to(tmp_path / "home" / "hf") for file in (tmp_path / "home" / "hf").rglob("*.json")}
+    assert "owner/tiny-sd3 is on this machine" in words(pages.get("/hub", params={"model": NAME}).text)
+    now = {file.relative_to(cache) for file in cache.rglob("*.json")}
     assert kept <= now and any(each.name == "config.json" for each in now)
     hub.failure = Failure(404, "RepoNotFound")
     pages.post("/hub/download", data={"model.pretrained": "owner/no-sd3"}, headers=HX)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -416,7 +417,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield hub
 
 
-def test_login_and_licence(hub: fake_hub.FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_login_and_licence(
+    hub: fake_hub.FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pipeline: Path
+) -> None:
     assert "no token" in levels(hub_checks.login, machine())[WARNING]
     assert "may download" in levels(hub_checks.licence, machine())[OK]
     hub.failure = Failure(401, "GatedRepo", on="resolve")
@@ -428,9 +431,12 @@ def test_login_and_licence(hub: fake_hub.FakeHub, monkeypatch: pytest.MonkeyPatc
     assert "has not accepted its licence" in refused and fake_hub.TOKEN not in refused
     hub.failure = Failure("close", on="resolve")
     assert "unknown" in levels(hub_checks.licence, machine())[WARNING]
-    kept = tmp_path / "hf" / f"models--{hub.name.replace('/', '--')}" / "snapshots" / "main" / hub_account.FILE
-    kept.parent.mkdir(parents=True)
-    kept.write_text("{}")
+    kept = tmp_path / "hf" / f"models--{hub.name.replace('/', '--')}" / "snapshots" / "main"
+    shutil.copytree(tiny_pipeline, kept)
+    (weights,) = (kept / "vae").glob("*.safetensors")
+    weights.rename(tmp_path / "vae")
+    assert "unknown" in levels(hub_checks.licence, machine())[WARNING], "it is not whole"
+    (tmp_path / "vae").rename(weights)
     assert "hub cache" in levels(hub_checks.licence, machine())[OK]
 
 
