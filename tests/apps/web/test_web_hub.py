@@ -112,6 +112,8 @@ def test_a_token_from_the_environment_is_not_deleted(
         (Failure(401, "GatedRepo", on="resolve"), True, "refused", "mistyped, expired or revoked"),
         (Failure(401, on="resolve"), True, "refused", "mistyped, expired or revoked"),
         (Failure(403, "GatedRepo", on="resolve"), True, "licence", "has not accepted SD3 Medium's licence"),
+        (Failure(404, "RepoNotFound", on="resolve"), True, "not found", "not found on the hub, or it is private (404)"),
+        (Failure(401, "RepoNotFound", on="resolve"), False, "not found", "not found on the hub, or it is private (401)"),
         (Failure("close", on="resolve"), False, "unknown", "is unknown: the Hub gave no answer"),
         (Failure(500, on="resolve"), True, "unknown", "is unknown: the Hub gave no answer"),
     ],
@@ -129,11 +131,11 @@ def test_each_state_of_a_base_says_what_to_do(
     if with_token:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
     access = hub_account.access_to(SD3_MEDIUM)
-    assert access.state == state and access.may_fail == (state in ("no token", "refused", "licence"))
+    assert access.state == state and access.may_fail == (state not in ("ready", "unknown"))
     text = open_pages(tmp_path).get(f"/hub?model={SD3_MEDIUM}").text
     assert said in words(text) and TOKEN not in text
     assert ('id="hub-licence"' in text) == (state in ("no token", "licence"))
-    assert ('id="hub-token"' in text) == (with_token or state == "no token")
+    assert ('id="hub-token"' in text) == (with_token or state in ("no token", "not found"))
     assert ('id="hub-download"' in text) == (state == "ready")
 
 

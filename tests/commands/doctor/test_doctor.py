@@ -149,12 +149,14 @@ def meminfo(total: int, free: int, **more: str) -> dict[str, Any]:
 
 
 WSL = ("Linux", "5.15-microsoft-standard-WSL2")
+WSL_1 = ("Linux", "4.4.0-19041-Microsoft")
 WRONG = {
     "old Python": (checks.python, {"python": (3, 10, 1)}, PROBLEM, "3.11 or newer"),
     "Windows": (checks.system, {"system": ("Windows", "11")}, WARNING, "WSL 2"),
     "neither Linux nor Windows": (checks.system, {"system": ("Darwin", "25")}, PROBLEM, "Rent a machine"),
     "memory without /proc": (checks.memory, {"files": {}}, WARNING, "unknown"),
     "WSL": (checks.system, {"system": WSL}, WARNING, "pinned memory"),
+    "WSL 1": (checks.system, {"system": WSL_1}, PROBLEM, "cannot use the graphics card Convert it to WSL 2"),
     "little memory": (checks.memory, meminfo(8, 1), WARNING, "8.0 GiB"),
     "little memory in WSL": (checks.memory, meminfo(8, 1) | {"system": WSL}, WARNING, "memory=24GB under .wsl2."),
     "a disk of Windows": (
