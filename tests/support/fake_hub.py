@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
 import struct
 import threading
@@ -13,9 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+Kind = TypeVar("Kind", bound="FakeHub")
 TOKEN = "hf_SecretOfTheTest"
 XET = "/xet"  # path of the store of large files
 
@@ -179,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def file(self, path: str, body: bool) -> None:
-        hub, name = self.hub, path.split(f"/resolve/{COMMIT}/")[-1]
+        hub, name = self.hub, re.split(rf"/resolve/(?:main|{COMMIT})/", path)[-1]
         if name not in hub.files:
             return self.fail(Failure(404, "EntryNotFound"))
         data = hub.files[name]
@@ -212,15 +215,16 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve(folder: Path, **more: bytes) -> Iterator[FakeHub]:
+def serve(folder: Path, kind: type[Kind] = FakeHub, **more: bytes) -> Iterator[Kind]:
     """A hub that holds a folder's files.
 
     Args:
         folder: of the repository.
+        kind: how it behaves.
         more: files by path, beside them.
     """
     files = {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
-    hub = FakeHub(files | more)
+    hub = kind(files | more)
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.handle_error = lambda request, address: None  # type: ignore[method-assign]  # a client that has gone

@@ -113,7 +113,12 @@ def test_a_token_from_the_environment_is_not_deleted(
         (Failure(401, on="resolve"), True, "refused", "mistyped, expired or revoked"),
         (Failure(403, "GatedRepo", on="resolve"), True, "licence", "has not accepted SD3 Medium's licence"),
         (Failure(404, "RepoNotFound", on="resolve"), True, "not found", "not found on the hub, or it is private (404)"),
-        (Failure(401, "RepoNotFound", on="resolve"), False, "not found", "not found on the hub, or it is private (401)"),
+        (
+            Failure(401, "RepoNotFound", on="resolve"),
+            False,
+            "not found",
+            "not found on the hub, or it is private (401)",
+        ),
         (Failure("close", on="resolve"), False, "unknown", "is unknown: the Hub gave no answer"),
         (Failure(500, on="resolve"), True, "unknown", "is unknown: the Hub gave no answer"),
     ],
