@@ -35,10 +35,10 @@ from simpletune.commands.init.answers import ABOUT, WHAT
 from simpletune.commands.init.choices import TRIGGER
 from simpletune.config.explain import rate_notes
 from simpletune.config.load import shipped_names
-from simpletune.models.families import family_of, public_base
+from simpletune.models.families import family_of, is_downloaded, public_base
 from simpletune.system.atomic import write_json
 from simpletune.system.hub import has_token
-from simpletune.system.hub_account import is_cached, known_access
+from simpletune.system.hub_account import known_access
 from simpletune.system.locks import is_held, wait_for_lock
 from simpletune.system.options import Json, plural
 
@@ -289,7 +289,7 @@ def _cannot_download(filled: FilledForm) -> str:
     base, known = public_base(name), known_access(name)
     if known is not None:
         return known.why if known.may_fail else ""
-    if base is None or not base.gated or has_token() or is_cached(name):
+    if base is None or not base.gated or has_token() or is_downloaded(name):
         return ""
     return f"{base.title} needs a token of the Hub, of an account that has accepted its licence."
 
