@@ -160,5 +160,5 @@ def test_bash_says_what_a_page_runs() -> None:
     assert simple_commands([script]) == ["simpletune train CONFIG", "X=1 a 'b c'", "d > e", "f", "f"]
     with pytest.raises(AssertionError, match="unexpected EOF"):
         simple_commands(["echo 'a"])
-    page = Block("a page", "text", "$ simpletune check demo\n  model\n", 1)
-    assert page.script == "simpletune check demo"
+    page = Block("a page", "text", "$ simpletune check demo \\\n  train.steps=3\n  model\n", 1)
+    assert simple_commands([page.script]) == ["simpletune check demo train.steps=3"]

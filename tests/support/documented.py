@@ -95,7 +95,7 @@ class Block:
         """What a reader types: all of a block in bash; of one that shows output the lines that begin with ``$``."""
         if self.language == "bash":
             return self.text
-        prompted = re.findall(r"^\s*\$ (.*(?:\\\n.*)*)", self.text, re.M) if self.language == "text" else []
+        prompted = re.findall(r"^\s*\$ ((?:.*\\\n)*.*)", self.text, re.M) if self.language == "text" else []
         return "\n".join(prompted)
 
     @property
