@@ -233,9 +233,15 @@ def _notes(config: TrainConfig) -> Iterator[str]:
             f"{config.model.family}: its configuration is checked before its weights are downloaded"
         )
     if config.objective.usage(config.model.flow) is not None:
+        if config.model.pretrained in config.model.files.hub_names and not config.adapter.trains_base:
+            yield (
+                f"{config.model.pretrained} predicts noise: a LoRA by objective.name {config.objective.name} needs a "
+                "base that was trained by it. Name one: model.pretrained"
+            )
         yield (
-            f"nothing in the files tells that {config.model.pretrained} was trained by objective.name "
-            f"{config.objective.name}: the run begins with the loss of one step by {' and by '.join(config.model.objectives)}"
+            f"nothing in the files tells whether {config.model.pretrained} was trained by objective.name "
+            f"{config.objective.name}. With validation.loss_samples, the run first prints the base's loss of one step "
+            f"by {' and by '.join(config.model.objectives)}"
         )
     yield from source_notes(config.data, inpaints=known_to_inpaint(config))
     if config.train.steps is None and config.train.epochs is None:

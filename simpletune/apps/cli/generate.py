@@ -8,9 +8,9 @@ from pathlib import Path
 from simpletune.apps.cli.arguments import (
     DEVICE_HELP,
     MODULATION_HELP,
-    OVERWRITE_HELP,
     OBJECTIVE_HELP,
     OBJECTIVES,
+    OVERWRITE_HELP,
     PRECISION_HELP,
     RUNS_HELP,
     add_verbose,

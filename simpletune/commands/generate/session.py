@@ -272,7 +272,8 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
         model = {"family": family.family} if family else {}
         data = {"path": "demo:pictures", **({"resolution": 64} if str(args.model).startswith(DEMO) else {})}
         bare: Json = {"name": "generate", "model": model, "data": data}
-        bare |= {"objective": {"name": name} for name in given_arguments(args, "objective").values()}
+        if objective := given_arguments(args, "objective"):
+            bare["objective"] = {"name": objective["objective"]}
         config = validate(bare, "generate", needs_model=False)
     elif given_arguments(args, "objective"):
         raise UserError(f"--objective: {run.folder} says what it was trained by. Leave it out, or give --model alone")

@@ -144,7 +144,7 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
     if (trigger := trigger_of(config)) is not None:
         yield "modelspec.trigger_phrase", trigger
         hints.append(f"Write {trigger!r} into the prompt.")
-    if (told := usage_fields(config)):
+    if told := usage_fields(config):
         yield OBJECTIVE, told[OBJECTIVE]
         hints.append(told[HINT])
     if hints:

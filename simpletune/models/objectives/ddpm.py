@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from simpletune.models.objectives.conventions import USUAL, FlowConventions
 from simpletune.models.objectives.huber import Huber, errors
 from simpletune.models.objectives.objective import OTHER_NOISE, TrainingObjective
 from simpletune.models.shared.model_config import ModelConfig
@@ -70,7 +71,7 @@ class Ddpm(TrainingObjective):
         ends_in_noise = self.zero_terminal_snr or scheduler.get("rescale_betas_zero_snr")
         return bool(ends_in_noise) and self.min_snr_gamma is not None and self.min_timestep == TIMESTEPS - 1
 
-    def problems(self, scheduler: Callable[[], ModelConfig], conventions: object = None) -> Iterator[Problem]:
+    def problems(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions = USUAL) -> Iterator[Problem]:
         config = scheduler()
         if (name := str(config.get("_class_name"))).startswith(OTHER_NOISE):
             yield Problem(
@@ -79,7 +80,8 @@ class Ddpm(TrainingObjective):
                 "model with the noise of Stable Diffusion",
             )
             return
-        if name.startswith("FlowMatch") or config.get("use_flow_sigmas"):
+        flows = name.startswith("FlowMatch") or config.get("use_flow_sigmas")
+        if flows and conventions.shift is not None:  # of a family that may be either
             yield Problem(
                 "objective.name",
                 f"ddpm, but the model's scheduler, {name}, is one of rectified flow. Use objective.name flow, or a "
@@ -140,14 +142,14 @@ class Ddpm(TrainingObjective):
             return self.prediction
         return PREDICTIONS[scheduler.get("prediction_type", "epsilon")]
 
-    def scheduler_config(self, scheduler: ModelConfig, conventions: object = None) -> dict[str, Any]:
+    def scheduler_config(self, scheduler: ModelConfig, conventions: FlowConventions = USUAL) -> dict[str, Any]:
         """Derive the trained model's scheduler config from its base's, in diffusers' format."""
         zero = ZERO_SNR if self.zero_terminal_snr or scheduler.get("rescale_betas_zero_snr") else {}
         return {**scheduler, "prediction_type": DIFFUSERS[self.prediction_of(scheduler)], **zero}
 
-    def process(self, scheduler: Callable[[], ModelConfig], conventions: object = None) -> DdpmProcess:
+    def process(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions = USUAL) -> DdpmProcess:
         config = scheduler()
-        self.require(config)
+        self.require(config, conventions)
         trained = self.scheduler_config(config)
         alphas_bar = schedule_of(trained)
         if trained.get("rescale_betas_zero_snr"):
@@ -155,12 +157,17 @@ class Ddpm(TrainingObjective):
         return DdpmProcess(alphas_bar, trained["prediction_type"] == DIFFUSERS["v"], self.min_snr_gamma, self.huber)
 
     def solver(
-        self, scheduler: ModelConfig, steps: int, skipped: int = 0, conventions: object = None, tokens: object = None
+        self,
+        scheduler: ModelConfig,
+        steps: int,
+        skipped: int = 0,
+        conventions: FlowConventions = USUAL,
+        tokens: object = None,
     ) -> DpmSolver:
-        self.require(scheduler)
+        self.require(scheduler, conventions)
         return DpmSolver(self.scheduler_config(scheduler), steps, skipped)
 
-    def diffusers_scheduler(self, conventions: object = None) -> tuple[str, dict[str, object]]:
+    def diffusers_scheduler(self, conventions: FlowConventions = USUAL) -> tuple[str, dict[str, object]]:
         changes: dict[str, object] = {}
         if self.prediction != "auto":
             changes["prediction_type"] = DIFFUSERS[self.prediction]

@@ -41,8 +41,8 @@ SCHEDULE = frozenset(
 
 Shape = Annotated[float, Field(ge=0.05, le=20)]
 COMFYUI = (
-    "It was trained by rectified flow, and no mark in a file says so. In ComfyUI, put the node ModelSamplingSD3 with "
-    "shift {shift:g} between the model (with its LoRAs) and the sampler, and use the sampler euler."
+    "It was trained by rectified flow, which no program reads from a file. In ComfyUI, put the node ModelSamplingSD3 "
+    "with shift {shift:g} between the model (with its LoRAs) and the sampler, and use the sampler euler."
 )
 
 
@@ -54,8 +54,8 @@ class Flow(TrainingObjective):
     (bigASP 2.5, NoobAI-RF). No file of the latter says so: a base that predicts noise needs ddpm."""
     sigma: Literal["logit_normal", "uniform", "mode", "cosmap", "beta"] = "logit_normal"
     """Density of the noise level sigma (timestep sampling, arXiv:2403.03206 section 3.1). logit_normal: the paper's
-    best; uniform: begins a configuration for a UNet; mode: favours the middle and keeps the ends; cosmap: the cosine schedule's; beta: the Beta
-    distribution."""
+    best; uniform: where a configuration for a UNet begins; mode: favours the middle and keeps the ends; cosmap: the
+    cosine schedule's; beta: the Beta distribution."""
     logit_mean: Annotated[float, Field(ge=-10, le=10)] = 0.0
     """Mean of the logit-normal density; positive values mean more noise."""
     logit_std: Annotated[float, Field(gt=0, le=10)] = 1.0
@@ -109,9 +109,7 @@ class Flow(TrainingObjective):
                     f"{self.max_sigma:g}. Widen the range, or use sigma uniform",
                 )
 
-    def problems(
-        self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions = USUAL
-    ) -> Iterator[Problem]:
+    def problems(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions = USUAL) -> Iterator[Problem]:
         config = scheduler()
         if conventions.shift is not None:  # the scheduler tells nothing about the flow
             if (name := str(config.get("_class_name"))).startswith(OTHER_NOISE):
@@ -167,7 +165,8 @@ class Flow(TrainingObjective):
 
     def scheduler_config(self, scheduler: ModelConfig, conventions: FlowConventions = USUAL) -> dict[str, Any]:
         found = self.diffusers_scheduler(conventions)
-        return dict(scheduler) if found is None else {**scheduler, "_class_name": found[0], **found[1]}
+        # nothing of a base that predicted v stays, which would leave its marks in a single file
+        return dict(scheduler) if found is None else {"_class_name": found[0], **found[1]}
 
     def diffusers_scheduler(self, conventions: FlowConventions = USUAL) -> tuple[str, dict[str, object]] | None:
         if conventions.shift is None:
@@ -208,9 +207,7 @@ class Flow(TrainingObjective):
 class FlowProcess:
     """Rectified flow on tensors, a ``NoisingProcess``; a noise level is sigma in (0, 1)."""
 
-    def __init__(
-        self, huber: Huber | None = None, conventions: FlowConventions = USUAL, round_time: bool = False
-    ):
+    def __init__(self, huber: Huber | None = None, conventions: FlowConventions = USUAL, round_time: bool = False):
         self.huber, self.sign = huber, conventions.sign
         self.time: Callable[[Tensor], Tensor] = whole_time if round_time else conventions.time
 

@@ -34,9 +34,7 @@ class TrainingObjective(Option):
         """Check what needs no model, and the density of noise levels at training resolutions in pixels."""
         yield from ()
 
-    def problems(
-        self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions = USUAL
-    ) -> Iterator[Problem]:
+    def problems(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions = USUAL) -> Iterator[Problem]:
         """Check whether the objective fits the model; ``scheduler`` returns its ``scheduler_config.json``."""
         yield from ()
 

@@ -63,8 +63,7 @@ class Family(ModelOption):
     """Its conventions under the objective ``flow``."""
 
     def conventions(self, objective: TrainingObjective, side: float) -> FlowConventions:
-        """Return ``flow`` for square pictures of a side in pixels: where the family has a shift, with the objective's.
-        """
+        """Return ``flow``, where the family has a shift with the objective's, for squares of a side in pixels."""
         return self.flow if self.flow.shift is None else self.flow._replace(shift=objective.shift_at(side))
 
     @property
