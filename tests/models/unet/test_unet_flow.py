@@ -202,7 +202,7 @@ def test_a_run_begins_with_the_loss_of_one_step_by_each_objective(
     unet_pipeline: Callable[..., Path], tiny_config: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the base alone, without weights of levels, and with no judgement."""
-    shown = {"prompts": [], "loss_samples": 1}
+    shown, printed = {"prompts": [], "loss_samples": 1}, list[dict[str, float]]()
     for objective in ({"name": "flow"}, {"name": "ddpm", "min_snr_gamma": 1e-6}):
         capsys.readouterr()
         raw = config_of(tiny_config, unet_pipeline("sdxl"), validation=shown)
@@ -210,7 +210,9 @@ def test_a_run_begins_with_the_loss_of_one_step_by_each_objective(
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("base    loss of one step")]
         losses = {words[2]: float(words[0]) for words in (part.split() for part in line.partition(": ")[2].split(", "))}
         assert set(losses) == {"flow", "ddpm"} and 0.1 < losses["ddpm"] < losses["flow"] < 10
+        printed.append(losses)
         assert line.endswith(f"(the run trains by {objective['name']})")
+    assert printed[0] == printed[1], "the run's own objective changes neither"
 
 
 def test_card_and_header_say_what_comfyui_needs(run: Path) -> None:
