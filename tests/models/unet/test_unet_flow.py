@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import original_sdxl
 import pytest
 import torch
 import unet_flow
@@ -317,6 +318,21 @@ def test_an_autoencoder_has_its_own_scale_shift_and_padding(unet_pipeline: Calla
     assert len({*prints, plain.files.part("vae").fingerprint(), own.files.part("vae").fingerprint()}) == 5
     empty = own.autoencoder.empty(torch.float32)
     assert empty.config.scaling_factor == 0.1406 and empty.encoder.conv_in.padding_mode == "reflect"
+
+
+def test_the_autoencoder_in_a_single_file_takes_them_too(unet_pipeline: Callable[..., Path], tmp_path: Path) -> None:
+    folder = unet_pipeline("sdxl", True)
+    file = original_sdxl.write(folder, tmp_path / "rf.safetensors")
+    of_file = {"pretrained": str(file), "text_encoders": str(folder)}
+    plain, own, same = SDXL(**of_file), SDXL(**of_file, **EQ), SDXL(pretrained=str(folder), **EQ)
+    pixels = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    encoded = [
+        model.autoencoder.encode(model.autoencoder.load(CPU, torch.float32), pixels) for model in (plain, own, same)
+    ]
+    torch.testing.assert_close(encoded[1], encoded[2], rtol=1e-5, atol=1e-6)
+    assert (encoded[0] - encoded[1]).abs().max() > 1e-3
+    assert own.files.part("vae").fingerprint() != plain.files.part("vae").fingerprint()
+    assert not list(own.files.problems())
 
 
 def test_an_autoencoders_folder_says_it_itself(unet_pipeline: Callable[..., Path], tmp_path: Path) -> None:
