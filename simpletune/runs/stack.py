@@ -15,6 +15,7 @@ from simpletune.runs.folder import read_stacked
 from simpletune.runs.model_card import public_name
 from simpletune.runs.weights_names import find_lora
 from simpletune.system.checksums import sha256_of
+from simpletune.system.console import say
 from simpletune.system.hub import is_hub_name
 from simpletune.system.options import Json, UserError
 
@@ -97,14 +98,20 @@ def require_lora_families(config: TrainConfig) -> None:
 
 
 def require_lora_of(place: str, file: Path, config: TrainConfig) -> None:
-    """Check by its header, before the base is loaded, that a LoRA is of the base's family. Raises UserError, which
-    begins with its option, if it is not."""
+    """Check by its header, before the base is loaded, that a LoRA is of the base's family, and name another objective.
+    Raises UserError, which begins with its option, if it is of another family."""
     from simpletune.adapters.files.header import LoraHeader
 
     header = LoraHeader(file)
     sizes = ((module, header.size(module)) for module in header.modules.values())
     layers = {layer: (size.outputs, size.inputs) for module, size in sizes if size for layer in module.layers}
     require_family_of(place, layers, [config.model.lora[0].names])
+    told, own = header.objective, config.objective.name
+    if told in config.model.objectives and told != own:
+        say(
+            f"note    {place} was trained by {told}, as its header says, and the base is used by {own}: its update "
+            "does not suit it"
+        )
 
 
 def require_elsewhere(given: GivenLora, config: TrainConfig) -> None:

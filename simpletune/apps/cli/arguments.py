@@ -17,6 +17,8 @@ CONFIG_HELP = "a JSON file or the name of a shipped configuration, such as demo 
 OVERRIDES_HELP = "override fields of the configuration, such as train.steps=30"
 JSON_HELP = "print machine-readable JSON"
 RUNS_HELP = "folder that contains the runs (default: runs)"
+OBJECTIVES = ("ddpm", "flow")  # of the families
+OBJECTIVE_HELP = "what the model was trained by, which no file tells (default: the run's, or its family's usual one)"
 PRECISION_HELP = "precision of the weights (default: the run's)"
 MODULATION_HELP = "plan: keep the modulation weights, a third of the model, in host memory"
 DEVICE_HELP = "default: the run's"

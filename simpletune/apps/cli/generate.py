@@ -8,6 +8,8 @@ from pathlib import Path
 from simpletune.apps.cli.arguments import (
     DEVICE_HELP,
     MODULATION_HELP,
+    OBJECTIVE_HELP,
+    OBJECTIVES,
     OVERWRITE_HELP,
     PRECISION_HELP,
     RUNS_HELP,
@@ -98,6 +100,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, help=about)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help=RUNS_HELP)
     parser.add_argument("--model", help="base model: a hub name (owner/name) or a folder")
+    parser.add_argument("--objective", choices=OBJECTIVES, help=f"with --model: {OBJECTIVE_HELP}")
     parser.add_argument("--negative-prompt", default=None, help="negative prompt for guidance")
     parser.add_argument("--steps", type=steps, help="number of sampling steps")
     parser.add_argument(

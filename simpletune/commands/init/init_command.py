@@ -86,7 +86,8 @@ def init_command(
     if suggestion.questions:
         elsewhere = None if out == file_for(folder) else out
         said: dict[str, object] = {"--what": answers.what, "--length": answers.length, "--model": answers.model}
-        said |= {"--device": device, "--out": elsewhere, "--overwrite": overwrite, "--yes": quiet}
+        said |= {"--objective": answers.objective, "--device": device, "--out": elsewhere}
+        said |= {"--overwrite": overwrite, "--yes": quiet}
         options = options_of(said) if verb == "init" else []
         raise UserError(open_questions(folder, suggestion.questions, answers, overrides, verb, options))
     merged, notices, problems = merge(suggestion.config, list(overrides))
