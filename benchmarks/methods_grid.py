@@ -46,7 +46,7 @@ PROMPTS = {
 def words_of(name: str, folder: Path) -> list[str]:
     """Return what changes the demo's configuration for a method."""
     sections = [f"{section}={json.dumps(value)}" for section, value in METHODS[name].items()]
-    return [f"name={name}", f"output.runs={folder}", "validation.prompts=[]", *sections]
+    return [f"name={name}", f"output.runs={folder}", "validation.prompts=[]", "profile.max_traces=0", *sections]
 
 
 def draw(folder: Path) -> None:
