@@ -346,21 +346,3 @@ def test_the_commands_know_it(
     assert "Made-up" in said and "ComfyUI    untested; how it reads LoRAs for Made-up is not known" in said
     assert main(["init", images, "--model", str(pipeline), "--out", str(tmp_path / "init.json"), "--yes"]) == 2
     assert "is a Made-up model, and no configuration for those ships" in capsys.readouterr().err
-
-
-@pytest.mark.data
-def test_the_real_tokenizer_reads_prompts_as_the_tiny_one(real_data: Path, pipeline: Path) -> None:
-    encoder = made_up.QwenEncoder("qwen3", "tokenizer", "text_encoder", "Qwen3", 512)
-    folder = real_data / "families" / "flux2_klein_config" / "tokenizer"
-    real, tiny = encoder.read_tokenizer(folder), encoder.read_tokenizer(pipeline / "tokenizer")
-    for prompt in ("a red dot", "", " Zwei Zeilen\nund ein 🐕 "):
-        assert encoder.text(real, prompt) == encoder.text(tiny, prompt)
-    assert encoder.counts(real, ["a red dot"]) == [15]
-    for tokenizer, first in ((real, 151643), (tiny, 256)):
-        ids, mask = encoder.tokenize(tokenizer, ["a red dot", ""])
-        assert mask is not None and mask.sum(1).tolist() == encoder.counts(tokenizer, ["a red dot", ""])
-        special = [int(number) - first for number in ids[0] if number >= first]
-        assert special == [
-            made_up.SPECIAL.index(each)
-            for each in ("<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>")
-        ]

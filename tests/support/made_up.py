@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
@@ -30,19 +29,17 @@ from simpletune.models.shared.family_files import LoraNames
 from simpletune.models.shared.fused import Fused, Rows
 from simpletune.models.shared.lora_layout import Layout
 from simpletune.models.shared.lora_layout import LoraNames as Names
-from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.modulation import Modulation
 from simpletune.models.shared.words import DiffusersPipeline, Words
-from simpletune.models.text.encoder import EncoderChanges, OpenEncoder, TextEncoder, Tokens
+from simpletune.models.text.encoder import TextEncoder
 from simpletune.models.text.family_text import FamilyText, TextRegion
+from simpletune.models.text.qwen3 import Qwen3Encoder
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from transformers import PreTrainedTokenizerBase
 
     from simpletune.models.shared.conditioning import Conditioning
-    from simpletune.models.shared.parts import Part
 
 TAPS = (1, 3)
 FUSED = {
@@ -57,59 +54,6 @@ DOUBLE = {
 SINGLE = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
 
 
-@dataclass(frozen=True)
-class QwenEncoder(TextEncoder):
-    """A Qwen3, of which two layers' hidden states are read side by side, without its padding."""
-
-    kind: ClassVar[str] = "Qwen3"
-    templated: ClassVar[bool] = True
-
-    def width(self, config: ModelConfig) -> int:
-        return len(TAPS) * int(config["hidden_size"])
-
-    def positions(self, config: ModelConfig) -> int | None:
-        return int(config["max_position_embeddings"])
-
-    def tokenizer_class(self) -> type[PreTrainedTokenizerBase]:
-        from transformers import Qwen2Tokenizer
-
-        return Qwen2Tokenizer
-
-    def text(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-        said = [{"role": "user", "content": prompt}]
-        return str(
-            tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-        )
-
-    def tokenize(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> Tokens:
-        found = tokenizer(
-            [self.text(tokenizer, prompt) for prompt in prompts],
-            padding=True, padding_side="right", max_length=self.length, truncation=True, return_tensors="pt",
-        )  # fmt: skip
-        return Tokens(found.input_ids, found.attention_mask.bool())
-
-    def open(
-        self,
-        part: Part,
-        dtype: torch.dtype,
-        device: torch.device,
-        tokenizer: PreTrainedTokenizerBase,
-        changes: EncoderChanges | None = None,
-    ) -> OpenEncoder:
-        from layered_qwen3 import LayeredQwen3
-
-        return LayeredQwen3(part, dtype, device, changes=changes, taps=TAPS)
-
-    def open_empty(self, part: Part, dtype: torch.dtype, device: torch.device) -> OpenEncoder:
-        from layered_qwen3 import LayeredQwen3
-
-        from simpletune.models.text.layered import EmptyTensors
-
-        opened = LayeredQwen3(part, dtype, device, lambda model: EmptyTensors(model, dtype), taps=TAPS)
-        opened.model.to("meta")
-        return opened
-
-
 class MadeUpText(FamilyText["MadeUp"]):
     """One Qwen3."""
 
@@ -118,7 +62,7 @@ class MadeUpText(FamilyText["MadeUp"]):
 
     @property
     def encoders(self) -> Sequence[TextEncoder]:
-        return (QwenEncoder("qwen3", "tokenizer", "text_encoder", "Qwen3", self.family.text_length),)
+        return (Qwen3Encoder("qwen3", "tokenizer", "text_encoder", "Qwen3", self.family.text_length, taps=TAPS),)
 
     @property
     def tokens(self) -> int:
@@ -369,7 +313,8 @@ def write_tokenizer(folder: Path) -> None:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Add the family to the union and to what is computed from it; in a release it would stand in families.py."""
+    """Put the family in klein's place, whose class and layers it has, in the union and what is computed from it; in a
+    release it would stand in families.py."""
     import simpletune.adapters.files.header  # noqa: F401  they keep what is changed here from their import on
     import simpletune.adapters.files.starting_point  # noqa: F401
     import simpletune.adapters.files.updates  # noqa: F401
@@ -382,13 +327,15 @@ def registered() -> Iterator[None]:
     changed = FieldInfo.from_annotated_attribute(union, field.default)
     changed.description = field.description
     layouts = cast(dict[Names, Sequence[Layout]], lora_registry.LAYOUTS)
+    klein = usual[-1].lora[0].names
     new = {
-        "FAMILIES": (usual, (*usual, MadeUp())),
+        "FAMILIES": (usual, (*usual[:-1], MadeUp())),
         "TARGETS": (lora_registry.TARGETS, tuple(dict.fromkeys((*lora_registry.TARGETS, *NAMES.targets)))),
         "SHORT": (lora_registry.SHORT, lora_registry.SHORT | dict(NAMES.short)),
     }
     exchange = partial(_exchange, new)
     try:
+        del layouts[klein]
         layouts[NAMES] = LAYOUTS
         exchange(0, 1)
         _set_model(TrainConfig, changed)
@@ -397,6 +344,7 @@ def registered() -> Iterator[None]:
         _set_model(TrainConfig, field)
         exchange(1, 0)
         del layouts[NAMES]
+        layouts[klein] = usual[-1].lora
 
 
 def _exchange(values: Mapping[str, tuple[object, object]], old: int, new: int) -> None:
