@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from benchmarks.tiny_models import tiny_klein
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant.precision import FP32
+from simpletune.estimate.disk_needs import bytes_of_prompt
 from simpletune.models.flux2.flux2_option import Klein
 from simpletune.models.flux2.flux2_text import KleinText
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.shared.conditioning import Conditioning
-from simpletune.models.text.prompts import Prompts, unpack
+from simpletune.models.text.prompts import Prompts
 from simpletune.stages.sample import ImageRequest, Sampler, noises
 from simpletune.stages.step.synthetic import CPU
+from simpletune.stages.text_cache import TextCache
 
 PROMPTS = ("a red dot", "", " Zwei Zeilen\nund ein 🐕 ", "many words " * 60)
 """The last is cut."""
@@ -38,10 +41,10 @@ def pipeline(klein: Path) -> Flux2KleinPipeline:
 
 
 def encoded(model: Klein, prompts: tuple[str, ...] = PROMPTS) -> list[Conditioning]:
-    """The states of prompts, as the encoder gives them."""
+    """The states of prompts, as the encoder gives them before they are packed."""
     side = Prompts(model.text, torch.float32)
     (encoder,) = side.encoders
-    return [side.assemble({"qwen3": unpack(each, torch.float32)}) for each in side.encode(encoder, prompts, CPU)]
+    return [side.assemble({"qwen3": each}) for each in side.encode(replace(encoder, packed=False), prompts, CPU)]
 
 
 def states(pipeline: Flux2KleinPipeline, prompt: str, length: int = 64) -> torch.Tensor:
@@ -49,14 +52,24 @@ def states(pipeline: Flux2KleinPipeline, prompt: str, length: int = 64) -> torch
     return pipeline.encode_prompt(prompt, max_sequence_length=length)[0][0]
 
 
-def test_prompts_are_the_pipelines_padding_included(
-    read: TrainConfig, pipeline: Flux2KleinPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_the_pipelines_padding_included(read: TrainConfig, pipeline: Flux2KleinPipeline) -> None:
     """Each alone, whatever else is encoded with it: template, cut, layers 9, 18 and 27, and states of padding."""
-    monkeypatch.setattr(type(read.model.text.encoders[0]), "packed", False, raising=False)
     for prompt, own in zip(PROMPTS, encoded(read.model), strict=True):
         assert own.embeds.shape == (64, 96) and own.mask is None
         assert torch.equal(own.embeds, states(pipeline, prompt)), prompt
+
+
+def test_a_cached_prompt_takes_half_the_bytes_and_its_error_is_that_of_int8(read: TrainConfig, tmp_path: Path) -> None:
+    """Of the published model 4.0 MiB instead of 7.5, which a run's need of disk space counts."""
+    cache = TextCache(read.model, torch.float32, tmp_path)
+    cache.fill(PROMPTS, CPU)
+    for prompt, exact in zip(PROMPTS, encoded(read.model), strict=True):
+        ours, whole = cache.load(prompt).embeds, exact.embeds
+        assert 0 < float((ours - whole).norm() / whole.norm()) < 0.01
+    sizes = [file.stat().st_size for file in cache.caches[0].folder.glob("*.safetensors")]
+    assert len(sizes) == len(PROMPTS) and max(sizes) < bytes_of_prompt(read) + 1100  # a header and the caption
+    published = read.model_copy(update={"model": Klein()})
+    assert bytes_of_prompt(published) == 512 * (7680 + 4 * 120)
 
 
 @pytest.mark.parametrize("size", [(5, 3), (1, 4)], ids=str)
@@ -76,12 +89,8 @@ def test_predictions_are_the_transformers(read: TrainConfig, pipeline: Flux2Klei
     assert torch.equal(ours, pipeline._unpack_latents_with_ids(theirs, ids))
 
 
-def test_a_picture_is_that_of_the_pipeline(
-    klein_config: dict[str, Any], pipeline: Flux2KleinPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_is_that_of_the_pipeline(read: TrainConfig, pipeline: Flux2KleinPipeline) -> None:
     """Of odd sides: noise levels whose shift depends on tokens and steps, guidance, statistics of latents."""
-    monkeypatch.setattr("simpletune.models.text.qwen3.Qwen3Encoder.packed", False, raising=False)
-    read = validate(klein_config, "picture")
     model, request = read.model, ImageRequest("", 0, "", 80, 48, 5, 4.0)
     positive, negative = encoded(model, ("a red dot", ""))
     sampler = Sampler(model.load_denoiser(FP32(), CPU).eval(), model, FP32(), objective=read.objective)
