@@ -29,8 +29,7 @@ class KleinArchitecture(Architecture):
     modulation: ClassVar[Modulation | None] = Modulation(
         embed="time_guidance_embed",
         layers={r"_modulation(_img|_txt)?\.linear$": "act_fn", r"^norm_out\.linear$": "silu"},
-        # As diffusers' forward pass does: in bf16 a time keeps 8 bits, so that .7503 becomes .75, in training as in
-        # the pipeline.
+        # As diffusers' forward pass does, in training as in drawing: in bf16, .7503 becomes .75, and 750 becomes 752.
         inputs=lambda time, pooled, dtype: (time.to(dtype) * 1000, None),
         reads_pooled=False,
     )

@@ -181,8 +181,9 @@ class LayeredEncoder:
                 hidden[number, row] = vector.to(table.dtype).to(self.dtype)
         del table
         depth = max(self.taps) if self.taps else len(blocks)  # type: ignore[arg-type]
-        tapped: list[Tensor] = []
-        state: dict[str, Any] = {}
+        width, state = hidden.shape[-1], dict[str, Any]()
+        with accounting.allocating(HOST):
+            tapped = hidden.new_empty(*hidden.shape[:-1], width * len(self.taps))
         with progress(f"text  {self.title.lower()}", depth, "layers", detail) as advance:
             for number, block in enumerate(list(blocks)[:depth]):  # type: ignore[call-overload]
                 with self._loaded(block, f"{self.blocks}.{number}."):
@@ -193,11 +194,10 @@ class LayeredEncoder:
                         own.copy_(self.call(block, to_device(own, self.device), seen, state))
                 advance()
                 if number + 1 in self.taps:
-                    with accounting.allocating(HOST):
-                        tapped.append(hidden.clone())
+                    column = width * self.taps.index(number + 1)
+                    tapped[..., column : column + width] = hidden
         if self.taps:
-            with accounting.allocating(HOST):
-                return torch.cat(tapped, dim=-1)
+            return tapped
         if self.norm is not None:
             norm = self.model.get_submodule(self.norm)
             with self._loaded(norm, f"{self.norm}."):
