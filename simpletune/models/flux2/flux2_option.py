@@ -52,7 +52,7 @@ class Klein(Family):
     vae: str | None = None
     """Replaces the autoencoder: its folder, or the folder or Hub name of a pipeline."""
     text_encoders: str | None = None
-    """Folder or Hub name of a pipeline with tokenizer and text encoder."""
+    """Folder or Hub name of a pipeline with tokenizer and text encoder; of a single file's autoencoder, too."""
     text_length: Annotated[int, Field(ge=16, le=512)] = 512
     """Length of every prompt in tokens, with the padding after it, which the model reads too. The published model
     knows 512 alone; fewer are for models that were trained so."""
@@ -73,6 +73,7 @@ class Klein(Family):
         pipeline=DiffusersPipeline("Flux2KleinPipeline", "flux2-klein", negative_prompt=False),
         resolution=1024,
         guidance=4.0,
+        edits=True,
         published_as=r"(?i)flux[-_. ]?2|klein[-_. ]?(base[-_. ]?)?[49]b",  # those that are refused, too,
         no_hypernetwork=(
             "in FLUX.2 one attention reads prompt and picture together. Use adapter.method lora with adapter.targets "

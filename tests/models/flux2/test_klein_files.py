@@ -83,6 +83,7 @@ def test_a_missing_part_is_named(file: Path) -> None:
     words = said(Klein(pretrained=str(file)))
     assert f"{file} contains no autoencoder (VAE). Set model.vae" in words
     assert "contains no Qwen3, tokenizers. Set model.text_encoders" in words and KLEIN in words
+    assert "no autoencoder" not in said(Klein(pretrained=str(file), text_encoders=KLEIN))
     assert "contains no" not in said(Klein(transformer=str(file)))  # the others are those of pretrained
 
 
