@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 
 class Klein(Family):
-    """FLUX.2 klein base 4B, from a folder in diffusers' layout or the Hub."""
+    """FLUX.2 klein base 4B, from a folder in diffusers' layout, a single file or the Hub."""
 
     family: Literal["klein"] = "klein"
     """FLUX.2 klein 4B (joint and parallel transformer blocks with Qwen3 as text encoder)."""
     pretrained: Annotated[str, Field(min_length=1)] = KLEIN
-    """A Hub name (owner/name), or a folder in diffusers' layout."""
+    """A Hub name (owner/name), a folder in diffusers' layout, or a single .safetensors file, which has the transformer
+    alone."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     init: Literal["pretrained", "random"] = "pretrained"
@@ -47,14 +48,17 @@ class Klein(Family):
     RUN@STEP or a hub name, with a strength as in style.safetensors:0.8. Same weights as those of simpletune merge; the
     result holds only what is trained. Takes no device memory."""
     transformer: str | None = None
-    """Replaces the transformer: its folder, or the folder or Hub name of a pipeline."""
+    """Replaces the transformer: its folder or single file, or the folder or Hub name of a pipeline."""
     vae: str | None = None
     """Replaces the autoencoder: its folder, or the folder or Hub name of a pipeline."""
     text_encoders: str | None = None
-    """Folder or Hub name of a pipeline with tokenizer and text encoder."""
+    """Folder or Hub name of a pipeline with tokenizer and text encoder; of a single file's autoencoder, too."""
     text_length: Annotated[int, Field(ge=16, le=512)] = 512
     """Length of every prompt in tokens, with the padding after it, which the model reads too. The published model
     knows 512 alone; fewer are for models that were trained so."""
+    distilled: bool = False
+    """Train the distilled model all the same, which draws in 4 steps without guidance and loses that by training. It
+    reads LoRAs of the base model, too."""
 
     denoiser: ClassVar[str] = "transformer"
     files_class: ClassVar[type[FamilyFiles]] = KleinFiles
@@ -69,7 +73,8 @@ class Klein(Family):
         pipeline=DiffusersPipeline("Flux2KleinPipeline", "flux2-klein", negative_prompt=False),
         resolution=1024,
         guidance=4.0,
-        published_as=r"(?i)flux[-_. ]?2.*klein|klein[-_. ]?(base[-_. ]?)?4b",
+        edits=True,
+        published_as=r"(?i)flux[-_. ]?2|klein[-_. ]?(base[-_. ]?)?[49]b",  # those that are refused, too,
         no_hypernetwork=(
             "in FLUX.2 one attention reads prompt and picture together. Use adapter.method lora with adapter.targets "
             '["attn.add_k_proj", "attn.add_v_proj"], which changes keys and values of the prompt in its joint blocks'

@@ -54,6 +54,7 @@ class Words:
         resolution: the default of ``data.resolution``, in pixels.
         guidance: the default of ``validation.guidance``.
         negative_prompt: the default of ``validation.negative_prompt``.
+        edits: whether its published models also draw after reference pictures, which nothing here trains.
         published_as: a pattern of the last part of names under which its models are published, where nothing else tells
             the family.
         no_hypernetwork: why no hypernetwork is trained on it, and what to use instead; None: one can be.
@@ -68,6 +69,7 @@ class Words:
     resolution: int
     guidance: float
     negative_prompt: str | None = ""
+    edits: bool = False
     published_as: str = "(?!)"
     no_hypernetwork: str | None = None
     templates: Mapping[str, str] = field(default_factory=dict)
