@@ -1,18 +1,18 @@
 """Write a tiny FLUX.2 klein with random weights, in the folder layout of diffusers' pipeline.
 
 It has what the real one has: a batch norm's statistics in an autoencoder of 16 x 16 pixels a place, joint and parallel
-blocks, and a Qwen3 with its chat template, its special tokens and more layers than are read. Its only words are the 256
-bytes, so the special tokens' ids follow these.
+blocks, and a Qwen3 with its chat template, its special tokens and more layers than are read. Its vocabulary is the 256
+bytes and what words are merged of, so the special tokens' ids follow these.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tiny_models import tiny_sd3
+from benchmarks.tiny_models import tiny_sd3, vocabulary
 from benchmarks.tiny_models.networks import Dtype
 
 CHAT = (
@@ -28,8 +28,9 @@ SPECIAL = (
     "<think>", "</think>",
 )  # fmt: skip
 """Qwen3's special tokens, in the order of their ids, which follow the words'."""
+SPACE, NEWLINE = "\u0120", "\u010a"  # as byte-level vocabularies spell them
 QWEN: dict[str, Any] = {
-    "vocab_size": 256 + len(SPECIAL), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 28,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 28,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
 }  # fmt: skip
@@ -64,9 +65,9 @@ def build(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    write_tokenizer(folder / "tokenizer")
+    tokens = write_tokenizer(folder / "tokenizer")
     with tiny_sd3.seeded(seed, 0):
-        encoder = Qwen3ForCausalLM(Qwen3Config(**{**QWEN, **(text or {})}))
+        encoder = Qwen3ForCausalLM(Qwen3Config(**{**QWEN, "vocab_size": tokens, **(text or {})}))
     tiny_sd3.save_model(encoder, folder / "text_encoder", dtype)
     with tiny_sd3.seeded(seed, 1):
         transformer = Flux2Transformer2DModel(**{**TRANSFORMER, **changes})
@@ -80,26 +81,31 @@ def build(
     return folder
 
 
-def write_scheduler_and_index(folder: Path) -> None:
-    """Write `scheduler/`, with the real one's settings, and `model_index.json`."""
+def write_scheduler_and_index(folder: Path, **changes: Any) -> None:
+    """Write `scheduler/`, with the real one's settings but for changes, and `model_index.json`."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True).save_pretrained(folder / "scheduler")
+    settings = {"shift": 3.0, "use_dynamic_shifting": True, **changes}
+    FlowMatchEulerDiscreteScheduler(**settings).save_pretrained(folder / "scheduler")
     index = {"_class_name": "Flux2KleinPipeline", "_diffusers_version": "0.37.0.dev0", **COMPONENTS}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write Qwen3's tokenizer with the 256 bytes as its only words."""
+def write_tokenizer(folder: Path, words: Sequence[str] = ()) -> int:
+    """Write Qwen3's tokenizer with the 256 bytes and one token for each word, alone and after a space; return its
+    number of tokens."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     folder.mkdir(parents=True)
-    alphabet = sorted(ByteLevel.alphabet())
-    words = json.dumps({word: number for number, word in enumerate(alphabet)})
-    (folder / "vocab.json").write_text(words, encoding="utf-8")
-    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    spelt = [*words, *(f"{SPACE}{word}" for word in words)]
+    merges = vocabulary.merges_of([*spelt, 2 * NEWLINE] if words else [], end="")
+    known = list(dict.fromkeys([*sorted(ByteLevel.alphabet()), *(first + second for first, second in merges)]))
+    numbers = json.dumps({word: number for number, word in enumerate(known)}, ensure_ascii=False)
+    (folder / "vocab.json").write_text(numbers, encoding="utf-8")
+    lines = "".join(f"{first} {second}\n" for first, second in merges)
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{lines}", encoding="utf-8")
     added = {
-        str(len(alphabet) + number): {
+        str(len(known) + number): {
             "content": word, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
             "special": word.startswith("<|") and "fim" not in word,
         }
@@ -112,3 +118,4 @@ def write_tokenizer(folder: Path) -> None:
     }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    return len(known) + len(SPECIAL)

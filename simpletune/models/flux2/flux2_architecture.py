@@ -33,6 +33,7 @@ class KleinArchitecture(Architecture):
         inputs=lambda time, pooled, dtype: (time.to(dtype) * 1000, None),
         reads_pooled=False,
     )
+    ends_with_feed_forward: ClassVar[bool] = True  # joint blocks; parallel ones have no network by itself
 
     def units_among(self, names: Collection[str]) -> tuple[str, ...]:
         blocks = (name.split(".") for name in names if name.split(".")[0] in BLOCKS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +14,11 @@ from diffusers import Flux2Transformer2DModel
 from simulated import assert_same_bytes
 from tiny_runs import merged, resumed_from, run_with, saved_weights
 
+from benchmarks.tiny_models import tiny_klein
 from simpletune.config.load import validate
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import encoder_snapshot, simulate_encoding, simulate_parts
+from simpletune.models.flux2.flux2_option import Klein
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.synthetic import CPU
 
@@ -22,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "oft": {"method": "oft"}, "full": {"method": "full"},
 }  # fmt: skip
 STREAMED, PLAN = {"resident_blocks": 1, "checkpointing": "all"}, {"modulation": "plan", "modulation_window": 3}
+NETWORKS: dict[str, Any] = {"checkpointing": "all", "feed_forward": "alone", "keep_attention": "all"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("lora", {"train": {"batch_size": 3}, "validation": {"prompts": ["a dot"], "every": 4, "steps": 2}}),
     "dora": ("dora", {}),
@@ -29,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "int8-streamed": ("lora", {"precision": {"weights": "int8"}, "memory": STREAMED, "train": {"batch_size": 3}}),
     "nf4-plan": ("lora", {"precision": {"weights": "nf4"}, "memory": PLAN}),
+    "fp16": ("lora", {"precision": {"weights": "int8", "compute": "fp16"}, "memory": {"checkpointing": "all"}}),
     "int8-streamed-plan": ("lokr", {"precision": {"weights": "int8"}, "memory": STREAMED | PLAN}),
     "full-streamed": (
         "full",
@@ -59,9 +66,6 @@ def test_it_trains_and_resumes_to_the_bit(case: str, klein_config: dict[str, Any
     if case == "full":
         theirs = Flux2Transformer2DModel.from_pretrained(whole / "transformer", local_files_only=True)
         torch.testing.assert_close(dict(theirs.named_parameters()), after, rtol=0, atol=0)
-
-
-NETWORKS: dict[str, Any] = {"checkpointing": "all", "feed_forward": "alone", "keep_attention": "all"}
 
 
 @pytest.mark.parametrize("memory", [STREAMED, PLAN, NETWORKS], ids=["streamed", "plan", "networks"])
@@ -136,3 +140,27 @@ def test_the_published_models_step_takes_no_more_than(case: str, klein_config: d
     data["adapter"] = {"method": "lora", "rank": 16, "targets": "attention"}
     found = simulate(validate(merged(data, **changes), case), (1024, 1024)).peak
     assert 0.99 * mib < found.bytes / 2**20 <= mib
+
+
+@pytest.mark.slow  # 931 million weights: a minute or two of one core
+def test_two_steps_at_the_published_width(klein_config: dict[str, Any], tmp_path: Path) -> None:
+    """One joint and four parallel blocks of random weights at 256 px, in int8, streamed, under a modulation plan."""
+    text = {"hidden_size": 2560, "intermediate_size": 16, "num_attention_heads": 1, "head_dim": 2}
+    pipeline = tiny_klein.build(tmp_path / "wide", text=text, joint_attention_dim=7680)
+    published = Klein().files.known_config() | {"num_layers": 1, "num_single_layers": 4}
+    shutil.rmtree(pipeline / "transformer")
+    (pipeline / "transformer").mkdir()
+    (pipeline / "transformer" / "config.json").write_text(json.dumps(published))
+    data = merged(
+        klein_config,
+        model={"pretrained": str(pipeline), "init": "random", "text_length": 512},
+        data={"resolution": 256, "max_upscale": 8},
+        adapter={"rank": 16},
+        precision={"weights": "int8"},
+        memory={**STREAMED, **PLAN, "cache_quantised": False},
+        optimizer={"lr": 1e-4},
+        train={"steps": 2},
+        checkpoint={"every": None},
+    )
+    losses = [row["loss"] for row in read_metrics(run_with(data))]
+    assert len(losses) == 2 and all(0.5 < loss < 3 for loss in losses)
