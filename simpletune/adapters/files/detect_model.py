@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from simpletune.adapters.files.keys import layout_of, split_key
+from simpletune.models.families import FAMILIES
 from simpletune.models.lora_registry import LAYOUTS
 from simpletune.models.shared.lora_layout import DOWN, LoraNames
 from simpletune.models.shared.recognise import JOINT, LORAS, matches
@@ -110,9 +111,13 @@ def family_of_lora(
 
 
 def _says(metadata: Mapping[str, str], names: LoraNames) -> bool:
-    """Return whether a file's header names a published model of a family."""
+    """Return whether a file's header names a published model of a family, or has the configuration of a run on one."""
     fields = [(field, metadata[field]) for field in ARCHITECTURE_FIELDS if field in metadata]
-    return any(model.get(field) == value for field, value in fields for model in names.header.values())
+    config = metadata.get("simpletune_config", "")
+    own = (family.family for family in FAMILIES if family.lora[0].names is names)
+    return any(f'"family":"{family}"' in config for family in own) or any(
+        model.get(field) == value for field, value in fields for model in names.header.values()
+    )
 
 
 def _first(pattern: str, names: list[str]) -> str | None:

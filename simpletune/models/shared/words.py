@@ -37,6 +37,7 @@ class PublicBase(NamedTuple):
     terms: str  # of commercial use, as the predicate of a sentence
     gated: bool = False  # whether the Hub lets only accounts that have accepted the licence download it
     templates: Mapping[str, str] | None = None  # its own instead of the family's
+    measured: bool = True  # whether a training of it ran on a card, so that it may be suggested first
 
     @property
     def download_gib(self) -> float:
