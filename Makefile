@@ -125,7 +125,7 @@ tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hour
 tiny-sdxl: setup  ## train the UNet of the bundled tiny Stable Diffusion XL from scratch; 55 min on one thread of a busy machine, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sdxl
 
-tiny-klein: setup  ## train the transformer of the bundled tiny FLUX.2 klein from scratch; 8 processor minutes, resumable
+tiny-klein: setup  ## train the transformer of the bundled tiny FLUX.2 klein from scratch; about 20 processor minutes, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_klein
 
 tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from scratch; 30 min on one thread of a busy machine
