@@ -73,6 +73,7 @@ class Klein(Family):
         pipeline=DiffusersPipeline("Flux2KleinPipeline", "flux2-klein", negative_prompt=False),
         resolution=1024,
         guidance=4.0,
+        steps=50,
         edits=True,
         published_as=r"(?i)flux[-_. ]?2|klein[-_. ]?(base[-_. ]?)?[49]b",  # those that are refused, too,
         no_hypernetwork=(

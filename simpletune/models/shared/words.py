@@ -55,6 +55,7 @@ class Words:
         resolution: the default of ``data.resolution``, in pixels.
         guidance: the default of ``validation.guidance``.
         negative_prompt: the default of ``validation.negative_prompt``.
+        steps: the default of ``validation.steps``.
         edits: whether its published models also draw after reference pictures, which nothing here trains.
         published_as: a pattern of the last part of names under which its models are published, where nothing else tells
             the family.
@@ -70,6 +71,7 @@ class Words:
     resolution: int
     guidance: float
     negative_prompt: str | None = ""
+    steps: int = 20
     edits: bool = False
     published_as: str = "(?!)"
     no_hypernetwork: str | None = None

@@ -151,6 +151,10 @@ def test_a_time_in_bf16_is_rounded_as_diffusers_does(read: TrainConfig) -> None:
     assert time.tolist() == [752.0]  # type: ignore[union-attr]
 
 
+def test_pictures_are_drawn_in_the_bases_own_steps(read: TrainConfig) -> None:
+    assert (read.validation.steps, read.validation.guidance) == (50, 4.0)
+
+
 def test_the_published_model() -> None:
     """By what ships, without a download."""
     model = Klein()
@@ -187,3 +191,17 @@ def test_the_real_tokenizer_reads_prompts_as_the_tiny_one(real_data: Path, klein
         names = ("<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>")
         assert special == [tiny_klein.SPECIAL.index(each) for each in names]
         assert set(ids[~mask].tolist()) == {first}
+
+
+def test_each_layer_sees_the_rows_that_are_said_of_it(read: TrainConfig) -> None:
+    model, size = read.model, (48, 80)
+    denoiser, rows = model.load_denoiser(FP32(), CPU).eval(), dict[str, int]()
+    for name, layer in denoiser.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name.startswith(denoiser.units):
+            layer.register_forward_hook(lambda _, given, out, name=name: rows.update({name: given[0].shape[1]}))
+    with torch.no_grad():
+        model.predict(
+            denoiser, torch.zeros(1, 128, 5, 3), torch.zeros(1), model.text.blank(torch.float32, 1), torch.float32
+        )
+    said = model.architecture.layer_rows(size)
+    assert rows == {name: said(name) for name in rows} and len(set(rows.values())) == 3
