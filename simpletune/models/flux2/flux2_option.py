@@ -75,7 +75,7 @@ class Klein(Family):
         guidance=4.0,
         steps=50,
         edits=True,
-        published_as=r"(?i)flux[-_. ]?2|klein[-_. ]?(base[-_. ]?)?[49]b",  # those that are refused, too,
+        published_as=r"(?i)flux[-_. ]?2|klein[-_. ]?(base[-_. ]?)?[49]b",  # those that are refused, too
         no_hypernetwork=(
             "in FLUX.2 one attention reads prompt and picture together. Use adapter.method lora with adapter.targets "
             '["attn.add_k_proj", "attn.add_v_proj"], which changes keys and values of the prompt in its joint blocks'

@@ -98,3 +98,49 @@ def test_reference_pictures_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match="reference pictures, which are not trained on; without them it is another"):
             read()
+
+
+def musubi(folder: Path, more: str = "", data: str = "") -> ImportResult:
+    """The command of its page, with the small model."""
+    words = (
+        "accelerate launch src/musubi_tuner/flux_2_train_network.py --model_version klein-base-4b --dit "
+        "flux-2-klein-base-4b.safetensors --vae ae.safetensors --text_encoder qwen --dataset_config data.toml --sdpa "
+        "--mixed_precision bf16 --timestep_sampling flux2_shift --weighting_scheme none --optimizer_type adamw8bit "
+        "--learning_rate 1e-4 --gradient_checkpointing --network_module networks.lora_flux_2 --network_dim 32 "
+        "--max_train_epochs 16 --seed 42 --fp8_base --fp8_scaled --output_name style"
+    )
+    sets = f"""[general]
+resolution = [768, 768]
+caption_extension = ".txt"
+enable_bucket = true
+
+[[datasets]]
+image_directory = "pics"
+cache_directory = "cache"
+num_repeats = 2
+{data}"""
+    peer_configs.write(folder, data___toml=sets)
+    return import_file(peer_configs.write(folder, config___sh=f"{words} {more}\n"))
+
+
+def test_musubi_tuner(tmp_path: Path) -> None:
+    found = musubi(tmp_path)
+    config = found.config
+    assert not [line.key for line in found.lines if line.became == "unknown"]
+    assert {problem.path for problem in found.problems} <= {"model.transformer"}  # which is not here
+    assert config["model"] == {
+        "family": "klein", "pretrained": KLEIN, "transformer": "flux-2-klein-base-4b.safetensors"
+    }  # fmt: skip
+    assert config["adapter"] == {"method": "lora", "targets": "all_linear", "rank": 32, "alpha": 1.0}
+    assert (config["objective"], config["precision"]["weights"]) == ({"sigma": "logit_normal", "shift": "auto"}, "int8")
+    assert (config["data"]["path"], config["data"]["resolution"], config["data"]["repeats"]) == ("pics", 768, 2)
+    assert (config["train"]["epochs"], config["optimizer"]["lr"], config["name"]) == (16, 1e-4, "style")
+    assert "datasets[0].image_directory" in {line.key for line in found.lines}
+
+
+def test_musubi_tuners_other_models_and_references_are_refused(tmp_path: Path) -> None:
+    for version in ("klein-base-9b", "klein-4b", "dev"):
+        with pytest.raises(UserError, match="FLUX.2 other than klein-base-4b, by musubi-tuner"):
+            musubi(tmp_path, f"--model_version {version}")
+    with pytest.raises(UserError, match="control_directory before .reference pictures"):
+        musubi(tmp_path, data='control_directory = "before"')

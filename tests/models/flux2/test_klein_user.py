@@ -79,6 +79,13 @@ def test_comparison_report_and_server(run: Path, tmp_path: Path) -> None:
     assert pixels_of(tmp_path / "g.png") == served
 
 
+@pytest.mark.slow
+def test_a_run_is_evaluated(run: Path) -> None:
+    words = ["--encoders", "demo:tiny-dino", "demo:tiny-clip", "--steps", "2", "--seeds", "1", "--device", "cpu"]
+    assert main(["evaluate", str(run), *words]) == 0
+    assert json.loads((run / "evaluation.json").read_text())
+
+
 def test_the_model_card_s_code_draws_as_we_do(
     run: Path, klein: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
