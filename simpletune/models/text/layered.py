@@ -185,7 +185,7 @@ class LayeredEncoder:
         depth = max(self.taps) if self.taps else len(blocks)  # type: ignore[arg-type]
         width, state = hidden.shape[-1], dict[str, Any]()
         with accounting.allocating(HOST):
-            tapped = hidden.new_empty(*hidden.shape[:-1], width * len(self.taps))
+            tapped = hidden.new_empty(*hidden.shape[:-1], width * len(self.taps)) if self.taps else hidden
         with progress(f"text  {self.title.lower()}", depth, "layers", detail) as advance:
             for number, block in enumerate(list(blocks)[:depth]):  # type: ignore[call-overload]
                 with self._loaded(block, f"{self.blocks}.{number}."):
