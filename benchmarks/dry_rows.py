@@ -142,7 +142,6 @@ MORE = {
     "SD3.5 Large: validation, LoRA r16 int8, plan, tiles of 512 px": Row((*LARGE, *PLAN, *TILES), "validate"),
     "SDXL: validation, LoRA r16 int8, tiles of 512 px": Row((*XL, *TILES), "validate"),
     "FLUX.2 klein: pictures to latents": Row(KLEIN, "latents"),
-    "FLUX.2 klein: validation, LoRA r16 int8, plan, tiles of 512 px": Row((*KLEIN, *PLAN, *TILES), "validate"),
 }  # fmt: skip
 ROWS: dict[str, Row] = GRID | MORE
 SAME = ("LoRA r16 int8, plan", "LoRA r16 int8, plan, no checkpointing", "prompts")
