@@ -31,7 +31,7 @@ from simpletune.estimate.simulate.reports import L4, StepReport, kernel_of, squa
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.load import empty_base
-from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
+from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import empty_text_side
 from simpletune.system.startup import pause_collection
@@ -236,7 +236,7 @@ def take_step(accounting: Accounting, core: TrainStep, batches: SyntheticBatches
     modulation = core.modulation
     with recorder.share_work(modulation.window) if recorder and modulation else nullcontext():
         step = batches.step(0)
-    tensors = [tensor for batch in step for tensor in batch_tensors(batch)]
+    tensors = [tensor for batch in step for tensor in batch.tensors()]
     if recorder is not None:
         recorder.begin_work(tensors)
     accounting.register(tensors, "activations")

@@ -94,13 +94,6 @@ class SyntheticBatches:
         )
 
 
-def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
-    """Return the tensors of a micro-batch."""
-    weights = (each for each in (batch.weight, batch.prior, batch.inpainting) if each is not None)
-    text = () if batch.text is None else batch.text.tensors()
-    return batch.z_0, batch.noise, batch.level, *batch.conditioning.tensors().values(), *weights, *text
-
-
 class SingleProcess:
     """The parts of accelerate's Accelerator that a step core uses, for one process that exchanges nothing.
 

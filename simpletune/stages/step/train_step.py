@@ -7,7 +7,7 @@ a configuration asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +20,7 @@ from simpletune.engine.compile import compile_training
 from simpletune.engine.denoiser import Denoiser, model_device, model_units
 from simpletune.engine.fp16_blocks import fp16_blocks_of
 from simpletune.engine.fsdp.fsdp_model import FsdpModel, fsdp_model, local_parameters
+from simpletune.engine.graphs import Graphs
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.in_backward import step_in_backward
 from simpletune.engine.optim.loss_scale import LossScale
@@ -81,6 +82,10 @@ class TrainStep:
         self.accelerator = plain.accelerator
         self.device: torch.device = plain.accelerator.device
 
+        # how a pass runs
+        self.graphs: Graphs | None = None
+        """Replays the passes (``replay.graphs_of``); None: they run plainly."""
+
         # the state after a step
         self.average: Average | None = None
         """The average of the trained weights to generate, evaluate and export, which ``run`` updates."""
@@ -140,7 +145,10 @@ class TrainStep:
         with phase("optimizer"):
             if self.updated:
                 self.variant.update()
-            self.optimizer.zero_grad(set_to_none=True)
+            if self.graphs is None:
+                self.optimizer.zero_grad(set_to_none=True)
+            else:
+                self.graphs.end_step()
             if self.updated:
                 self.variant.constrain()
         return loss, norm
@@ -149,12 +157,21 @@ class TrainStep:
         """Run the forward and backward pass of one batch; returns its part of the step's loss."""
         if batch.key is not None:
             reseed_global(*batch.key)
+
+        def run(tensors: Sequence[Tensor]) -> Tensor:
+            return self._pass(batch.with_tensors(tensors))
+
+        graphs = self.graphs
+        loss = self._pass(batch) if graphs is None else graphs.run(batch.kind(), batch.tensors(), run)
+        self.losses.append(loss)
+        return loss
+
+    def _pass(self, batch: Batch) -> Tensor:
         with phase("forward"):
             loss = self.loss(self.model, batch) / batch.parts
         with phase("backward"), use_attention(self.config.speed.attention):  # it may recompute blocks
             self.variant.backward(loss)
-        self.losses.append(loss.detach())
-        return self.losses[-1]
+        return loss.detach()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the loss of one micro-batch, fp32 []."""

@@ -12,18 +12,18 @@ enum { CUDA_NOT_SUPPORTED = 801, CUBLAS_NOT_SUPPORTED = 15 };
         return code;                                \
     }
 
-/* Graphs, memory of other processes, the runtime's own pools, peers, modules that are linked at run time. */
+/* Graphs that are not captured, memory of other processes, the runtime's own pools, peers, modules that are linked at run time. */
 #define X(name) REFUSE(name, CUDA_NOT_SUPPORTED)
 #define RUNTIME \
     X(cuLinkAddData_v2) X(cuLinkComplete) X(cuLinkCreate_v2) X(cuTensorMapEncodeIm2col) \
     X(cuTensorMapEncodeTiled) \
     X(cudaDeviceEnablePeerAccess) X(cudaDeviceGetDefaultMemPool) X(cudaFreeAsync) X(cudaGraphAddNode) \
-    X(cudaGraphConditionalHandleCreate) X(cudaGraphDebugDotPrint) X(cudaGraphDestroy) X(cudaGraphExecDestroy) \
-    X(cudaGraphGetNodes) X(cudaGraphInstantiateWithFlags) X(cudaGraphLaunch) X(cudaGraphNodeGetDependencies) \
+    X(cudaGraphConditionalHandleCreate) X(cudaGraphDebugDotPrint) \
+    X(cudaGraphNodeGetDependencies) \
     X(cudaIpcCloseMemHandle) X(cudaIpcGetEventHandle) X(cudaIpcGetMemHandle) X(cudaIpcOpenEventHandle) \
     X(cudaIpcOpenMemHandle) X(cudaLibraryGetKernel) X(cudaLibraryLoadData) X(cudaLibraryUnload) X(cudaMallocAsync) \
     X(cudaMemPoolGetAttribute) X(cudaMemPoolSetAccess) X(cudaMemPoolSetAttribute) X(cudaMemPoolTrimTo) \
-    X(cudaStreamBeginCapture) X(cudaStreamBeginCaptureToGraph) X(cudaStreamEndCapture) \
+    X(cudaStreamBeginCaptureToGraph) \
     X(cudaStreamUpdateCaptureDependencies)
 RUNTIME
 #undef X
