@@ -178,7 +178,6 @@ class Graphs:
         static = [torch.empty_like(tensor) for tensor in inputs]
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         # A finaliser that waits for the device would end the capture.
         with pause_collection(), torch.cuda.stream(self._stream):
             # Other threads may allocate meanwhile (the next step's batches).

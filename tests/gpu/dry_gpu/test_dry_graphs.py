@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.engine import graphs as engine
-from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.stages.load import empty_base
 from simpletune.stages.step import replay
@@ -29,10 +26,12 @@ from simpletune.stages.step.train_step import TrainStep, assemble
 pytestmark = pytest.mark.dry
 CUDA = torch.device("cuda", 0)
 NODE = 10240  # bytes (graphs.c)
-NAMES = ("replayed_nodes", "cudaLaunchKernel", "misuses", "synchronisations", "graph_bytes")
+CAPTURES = "cudaGraphInstantiateWithFlags"
+NAMES = ("replayed_nodes", "cudaLaunchKernel", "misuses", "synchronisations", "graph_bytes", CAPTURES)
 
 CAPTURE = """
-import torch
+import sys, torch
+sys.path.insert(0, "tests/support")
 from dry import count
 
 def capture(work, mode="thread_local", stream=None):
@@ -69,9 +68,11 @@ REFUSED = {  # the work, what is said during it and at the end
     "torch.cuda.synchronize()": ["operation not permitted when stream is capturing", "operation failed"],
     "torch.cuda.current_stream().query()": ["operation not permitted when stream is capturing", "operation failed"],
     "torch.cuda.current_stream().wait_event(event)": ["dependency created on uncaptured work", "operation failed"],
-    "(inner.record(), inner.query())": ["operation not permitted on an event last recorded in a capturing", "operation"],
+    "(inner.record(), inner.query())": [
+        "operation not permitted on an event last recorded in a capturing",
+        "operation",
+    ],
     "(inner.record(), inner.synchronize())": ["operation not permitted on an event last recorded", "operation failed"],
-    "torch.empty(9, pin_memory=True)": ["operation not permitted when stream is capturing", "operation failed"],
     "fork(False)()": ["capturing stream has unjoined work"],
 }
 
@@ -132,8 +133,13 @@ class Step:
         model = empty_base(given.model, given.memory, given.precision, CUDA, [(64, 64)])
         self.core: TrainStep = assemble(given, model, SingleProcess(CUDA))  # type: ignore[arg-type]
         self.core.graphs = replay.graphs_of(self.core)
-        self.count = 0
+        self.count, self._before = 0, count("graph_bytes")
         model.train()
+
+    @property
+    def graph_bytes(self) -> int:
+        """Of the driver, for the graphs that are there now."""
+        return count("graph_bytes") - self._before
 
     def take(self, size: tuple[int, int] = (64, 64)) -> dict[str, int]:
         """Take a step; what it did."""
@@ -148,15 +154,12 @@ class Step:
 def inputs_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every replay checks that all tensors live that its capture read from outside."""
     begin = torch.cuda.CUDAGraph.capture_begin
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", partial_method(begin))
+
+    def checked(graph: torch.cuda.CUDAGraph, **options: Any) -> None:
+        begin(graph, **options, check_input_liveness=True)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", checked)
     gc.collect()
-
-
-def partial_method(begin: Callable[..., None]) -> Callable[..., None]:
-    def checked(self: torch.cuda.CUDAGraph, **options: Any) -> None:
-        begin(self, **options, check_input_liveness=True)
-
-    return checked
 
 
 FULL = ("adapter.method=full", "precision.weights=bf16")
@@ -171,12 +174,11 @@ SETTINGS: dict[str, Sequence[str]] = {
     "accumulation": ("train.gradient_accumulation=3",),
     "full, 8-bit": (*FULL, "optimizer.name=adamw8bit"),
     "full, fp32": ("adapter.method=full", "precision.weights=fp32"),
-    "part": ("adapter.method=partial", "adapter.layers=[attention]", "precision.weights=bf16"),
+    "part": ("adapter.method=partial", "precision.weights=bf16"),
     "LoKr": ("adapter.method=lokr",),
     "LoHa": ("adapter.method=loha",),
     "DoRA": ("adapter.method=dora",),
-    "prior": ("prior.method=output", "prior.weight=1.0"),
-    "prior of the base": ("prior.method=base_prediction",),
+    "prior": ("prior.method=base_prediction", "prior.prompt=a disc"),
     "max_norm": ("adapter.max_norm=1.0",),
     "EMA": ("ema.decay=0.99",),
     "deterministic": ("speed.deterministic=true",),
@@ -189,15 +191,17 @@ SETTINGS: dict[str, Sequence[str]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_is_replayed(name: str) -> None:
     step = Step(*SETTINGS[name])
-    plain = [step.take() for _ in range(2)]
-    assert all(each["replayed_nodes"] == 0 for each in plain) and count("graph_bytes") == 0
-    captured, *replayed = [step.take() for _ in range(3)]
-    nodes, passes = replayed[0]["replayed_nodes"], 3 if name == "accumulation" else 1
-    assert captured["replayed_nodes"] == nodes > 300 * passes
+    first, plain, captured, *replayed = [step.take() for _ in range(5)]
+    passes = SyntheticBatches(step.config, step.core).accumulation
+    assert first["replayed_nodes"] == 0
+    assert (
+        plain["replayed_nodes"] == 0 or passes > 1
+    )  # two passes of a step are enough, and none in the first is a graph
+    nodes = captured["replayed_nodes"]
+    assert nodes > 300 * passes
     for each in replayed:
         assert each["replayed_nodes"] == nodes and each["misuses"] == each["synchronisations"] == 0
-        # Adding gradients, of which a plain pass takes the first as they are, is within the graph.
-        assert each["cudaLaunchKernel"] <= plain[1]["cudaLaunchKernel"] - 0.3 * nodes
+        assert each["graph_bytes"] == 0 and each["cudaLaunchKernel"] < first["cudaLaunchKernel"] / 1.3
     assert step.core.graphs is not None and step.core.graphs.off is None
 
 
@@ -213,15 +217,15 @@ def test_buckets_share_a_pool_and_the_oldest_graph_goes(monkeypatch: pytest.Monk
     for size in sizes:
         for _ in range(2):
             step.take(size)
-    assert step.take(sizes[0])["graph_bytes"] > 0
+    assert step.take(sizes[0])[CAPTURES] == 1
     one = torch.cuda.memory_reserved()
-    assert step.take(sizes[1])["graph_bytes"] > 0
+    assert step.take(sizes[1])[CAPTURES] == 1
     assert torch.cuda.memory_reserved() - one < 0.3 * one
-    both = count("graph_bytes")
-    assert step.take(sizes[0])["graph_bytes"] == 0
-    assert step.take(sizes[2])["replayed_nodes"] > 0 and count("graph_bytes") < 1.2 * both  # in place of (128, 64)
-    assert step.take(sizes[0])["graph_bytes"] == 0
-    assert step.take(sizes[1])["graph_bytes"] != 0
+    both = step.graph_bytes
+    assert step.take(sizes[0])[CAPTURES] == 0
+    assert step.take(sizes[2])[CAPTURES] == 1 and step.graph_bytes < 1.2 * both  # in place of (128, 64)
+    assert step.take(sizes[0])[CAPTURES] == 0
+    assert step.take(sizes[1])[CAPTURES] == 1
 
 
 def test_a_new_size_s_plain_passes_find_the_memory_of_the_graphs_free() -> None:
@@ -229,9 +233,9 @@ def test_a_new_size_s_plain_passes_find_the_memory_of_the_graphs_free() -> None:
     for _ in range(3):
         step.take()
     held = used()
-    assert count("graph_bytes") > 0
+    assert step.graph_bytes > 0
     step.take((128, 64))
-    assert count("graph_bytes") == 0 and used() < held
+    assert step.graph_bytes == 0 and used() < held
     step.take((128, 64))
     assert step.take()["replayed_nodes"] > 0, "captured again without another plain pass"
 
@@ -248,7 +252,7 @@ def test_dropped_graphs_leave_what_a_plain_run_holds() -> None:
     graphs = step.core.graphs
     assert graphs is not None and torch.cuda.memory_reserved() > before
     graphs.drop()
-    assert torch.cuda.memory_reserved() <= before and count("graph_bytes") == 0
+    assert torch.cuda.memory_reserved() <= before and step.graph_bytes == 0
     assert all(parameter.grad is None for parameter in step.core.parameters)
     assert step.take()["replayed_nodes"] > 0
 
@@ -309,7 +313,7 @@ def test_too_little_room_beside_the_pool_is_said(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 2**30))
     assert [step.take()["replayed_nodes"] for _ in range(4)] == [0] * 4
     assert "0 MiB are free beside it, and the update may take" in capsys.readouterr().out
-    assert count("graph_bytes") == 0
+    assert step.graph_bytes == 0
 
 
 @pytest.mark.parametrize(("device", "on"), [(1e-9, True), (1e9, False)])
@@ -365,7 +369,7 @@ def test_a_run_with_evaluations_and_pictures_frees_and_captures_again(
     dropped, honest = [], engine.Graphs.drop
 
     def drop(graphs: engine.Graphs) -> None:
-        dropped.append(count("graph_bytes"))
+        dropped.append(len(graphs._graphs))
         honest(graphs)
 
     monkeypatch.setattr(engine.Graphs, "drop", drop)
@@ -376,7 +380,7 @@ def test_a_run_with_evaluations_and_pictures_frees_and_captures_again(
             checkpoint={"every": 4}, precision={"weights": "bf16"},
         )  # fmt: skip
     assert counts["misuses"] == counts["graph_bytes"] == 0 < counts["replayed_nodes"]
-    assert len(dropped) == 3 and all(dropped) and "replayed as one CUDA graph" in capsys.readouterr().out
+    assert len(dropped) >= 3 and all(dropped) and "replayed as one CUDA graph" in capsys.readouterr().out
     summary = read_summary(run)
     assert summary is not None and summary["complete"] and len(read_metrics(run)) == 14
     assert len(list((run / "samples").rglob("*.png"))) >= 4
