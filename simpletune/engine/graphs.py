@@ -24,7 +24,9 @@ WARM = 2
 """Plain passes of a kind before its capture. They compile kernels, choose algorithms and fill caches, which a capture
 must not do, and are steps of the run like all others."""
 MOST = 8
-"""Graphs at a time. The driver takes about 10 KB for each of their thousands of kernels."""
+"""Graphs at a time."""
+NODE_BYTES = 10240
+"""Of the driver's memory, for each of a graph's thousands of kernels (reported in github.com/NVIDIA/cccl/issues/3768)."""
 OUTSIDE = 4
 """Bytes that must be free beside the graphs' pool, for each byte of trained weights: norms, clipping and updates of all
 gradients at once take temporaries."""

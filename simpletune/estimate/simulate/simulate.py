@@ -6,7 +6,7 @@ No lever, adapter, precision or optimizer is modelled here: their own code runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.denoiser import Denoiser
+from simpletune.engine.graphs import MOST, NODE_BYTES, Graphs, Pass
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.cuda_libraries import cublas_workspace, most_multiprocessors
@@ -29,8 +30,10 @@ from simpletune.estimate.simulate.equal_updates import count_equal_updates
 from simpletune.estimate.simulate.processes import count_gathered, fake_processes, simulated_process_count
 from simpletune.estimate.simulate.reports import L4, StepReport, kernel_of, square_size, with_workspace
 from simpletune.estimate.timing.recorder import Recorder
+from simpletune.estimate.timing.sections import StreamWork
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.load import empty_base
+from simpletune.stages.step.replay import why_not
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import empty_text_side
@@ -159,6 +162,9 @@ def take_steps(
     make_states(accounting, core)
     with accounting.allocating("optimizer"):
         average = average_of(config, denoiser, core.optimizer)
+    on_cuda = recorder is None or recorder.cuda
+    replayed = ReplayedPasses(core, accounting) if on_cuda and is_replayed(config) else None
+    core.graphs = replayed
     denoiser.train()
     batches = SyntheticBatches(config, core, size)
     if isinstance(core.optimizer, RoundedOptimizer) and core.optimizer.offloading is not None:
@@ -177,8 +183,9 @@ def take_steps(
         hook.remove()
     accounting.limit = None
     state_values = [value for state in core.optimizer.state.values() for value in state.values()]
+    sections = recorder.sections if recorder else ()
     report = StepReport(
-        peak=accounting.peak,
+        peak=accounting.peak if replayed is None else replayed.peak(sections, kinds_of_passes(config)),
         phases=accounting.peaks,
         steady=accounting.current,
         host_bytes=accounting.host_bytes,
@@ -188,9 +195,58 @@ def take_steps(
         state_bytes=sum(value.nbytes for value in state_values if isinstance(value, Tensor)),
         average_bytes=4 * sum(parameter.numel() for parameter in core.parameters) if average else 0,
         seconds=time.perf_counter() - started,
-        sections=recorder.sections if recorder else (),
+        sections=sections,
     )
+    if replayed is not None:
+        replayed.drop()
+        core.graphs = None
     return SimulatedTraining(report, core, batches, average, denoiser, accounting, fake.active_mode())
+
+
+def is_replayed(config: TrainConfig) -> bool:
+    """Return whether a run on a CUDA device replays its passes as graphs."""
+    return config.speed.graphs is True and why_not(config, torch.device("cuda"), simulated_process_count()) is None
+
+
+def kinds_of_passes(config: TrainConfig) -> int:
+    """Return how many kinds of passes to expect at a time: by size, if pictures keep their aspect ratios."""
+    return MOST if any(source.aspect == "buckets" for source in config.data.members) else 1
+
+
+class ReplayedPasses(Graphs):
+    """Passes as ``Graphs`` captures them: gradients and inputs lie in tensors that stay."""
+
+    def __init__(self, core: TrainStep, accounting: Accounting):
+        self.accounting, self.parameters = accounting, core.parameters
+        self.static: list[Tensor] = []
+        with accounting.allocating("gradients"):
+            for parameter in core.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def run(self, kind: Hashable, inputs: Sequence[Tensor], compute: Pass) -> Tensor:
+        if not self.static:
+            with self.accounting.allocating("activations"):
+                self.static = [torch.empty_like(tensor) for tensor in inputs]
+        return compute(self.static)
+
+    def end_step(self) -> None:
+        torch._foreach_zero_([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+
+    def drop(self) -> None:
+        self.static = []
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def peak(self, sections: Sequence[StreamWork], kinds: int) -> MemorySnapshot:
+        """Return the largest snapshot: what a pass takes stays in the graphs' pool beside what the rest of the step
+        takes, and each graph has inputs and memory of the driver."""
+        rest = ("clip", "optimizer")
+        peaks = self.accounting.peaks
+        within = max((each for name, each in peaks.items() if name not in rest), key=lambda each: each.bytes)
+        outside = max((peaks[name].bytes for name in rest if name in peaks), default=0) - self.accounting.current.bytes
+        inputs = sum(tensor.nbytes for tensor in self.static)
+        nodes = sum(part.share * sum(part.work.values()) for part in sections if part.phase not in rest)
+        return with_workspace(within, max(0, outside) + (kinds - 1) * inputs + kinds * round(nodes) * NODE_BYTES)
 
 
 def assemble_step(accounting: Accounting, config: TrainConfig, denoiser: Denoiser) -> TrainStep:
