@@ -227,7 +227,10 @@ def _klein() -> Named:
     lean = {"modulation": "plan", "checkpointing": "all", "resident_blocks": 1}
     yield "klein, int8", Row("FLUX.2 klein", KLEIN | {"model": distilled, "precision": INT8, "memory": lean})
     started: Json = {"family": "klein", "pretrained": f"{INPUTS}/klein", "text_length": 64, "init": "random"}
-    yield "klein, full", Row("FLUX.2 klein from scratch", KLEIN | {"model": started, "adapter": FULL, "optimizer": SLOW})
+    yield (
+        "klein, full",
+        Row("FLUX.2 klein from scratch", KLEIN | {"model": started, "adapter": FULL, "optimizer": SLOW}),
+    )
 
 
 def _levers() -> Named:
