@@ -26,7 +26,7 @@ must not do, and are steps of the run like all others."""
 MOST = 8
 """Graphs at a time."""
 NODE_BYTES = 10240
-"""Of the driver's memory, for each of a graph's thousands of kernels (reported in github.com/NVIDIA/cccl/issues/3768)."""
+"""Of the driver's memory, for each of a graph's thousands of kernels (github.com/NVIDIA/cccl/issues/3768)."""
 OUTSIDE = 4
 """Bytes that must be free beside the graphs' pool, for each byte of trained weights: norms, clipping and updates of all
 gradients at once take temporaries."""
@@ -168,6 +168,7 @@ class Graphs:
         return None
 
     def _record(self, inputs: Sequence[Tensor], compute: Pass) -> _Captured:
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()  # a plain pass's memory, which a capture could not reuse
         if not self._sums:
             self._sums = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from dry import count, counted, process, used
 from tiny_runs import run_on
 
+from benchmarks import graphs as script
 from simpletune.commands.doctor.bench_steps import TINY
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
@@ -384,3 +386,17 @@ def test_a_run_with_evaluations_and_pictures_frees_and_captures_again(
     summary = read_summary(run)
     assert summary is not None and summary["complete"] and len(read_metrics(run)) == 14
     assert len(list((run / "samples").rglob("*.png"))) >= 4
+
+
+def test_the_script_for_a_card_runs_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without values, all bits are equal; a row that fails is a note."""
+    monkeypatch.setattr(script, "LATE_STEPS", 3)
+    rows = ";".join([*list(script.ROWS)[:2], "SD3 LoRA int8", script.LATE])
+    monkeypatch.setitem(script.ROWS, list(script.ROWS)[1], ("memory.resident_blocks=0", "memory.checkpointing=all"))
+    page = script.run(tmp_path / "cpu", 5, rows, TINY)
+    assert page == tmp_path / "gpu-l4" / "graphs.md"
+    first, refused, int8, late = json.loads(page.with_suffix(".json").read_text())["rows"].values()
+    for row in (first, int8):
+        assert row["same"] == row["plain_same"] == "yes" and row["replayed"] < row["plain"] and row["driver_mib"] >= 3
+    assert "memory.resident_blocks" in refused["note"]
+    assert late["same"] == "yes" and late["note"].startswith("12 copies delayed")
