@@ -65,7 +65,8 @@ COLUMNS = {
     "what": "", "plain": "plain, s", "replayed": "replayed, s", "ratio": "plain / replayed",
     "queued": "host to queue, s", "device": "device, s", "capture": "capture, s", "same": "equal bits",
     "plain_same": "plain twice", "worst": "worst gradient", "plain_mib": "reserved plain, MiB",
-    "graph_mib": "with the graph, MiB", "driver_mib": "driver, MiB", "nodes": "nodes", "core": "core, s", "note": "note",
+    "graph_mib": "with the graph, MiB", "driver_mib": "driver, MiB", "nodes": "nodes",
+    "core": "core, s", "note": "note",
 }  # fmt: skip
 ABOUT = f"""\
 Steps of models of their real size with random weights, batch 1 and 1024 px unless the row says otherwise: medians of

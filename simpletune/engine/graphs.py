@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 from simpletune.system.console import say
 from simpletune.system.printable import describe_exception
 from simpletune.system.startup import pause_collection
+
+if TYPE_CHECKING:
+    from torch.cuda.graphs import _POOL_HANDLE
 
 WARM = 2
 """Plain passes of a kind before its capture. They compile kernels, choose algorithms and fill caches, which a capture
@@ -73,7 +77,7 @@ class Graphs:
         self._trained: set[nn.Parameter] = set()  # those that had a gradient
         self._sums: dict[nn.Parameter, Tensor] = {}  # their gradients, to which the graphs add
         self._stream = torch.cuda.Stream(device)
-        self._pool: tuple[int, int] | None = None
+        self._pool: _POOL_HANDLE | None = None
         self._announced = False
 
     def run(self, kind: Hashable, inputs: Sequence[Tensor], compute: Pass) -> Tensor:

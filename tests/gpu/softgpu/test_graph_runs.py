@@ -124,9 +124,9 @@ def five_sizes(tiny_config: dict, tmp_path: Path) -> dict:
     )
 
 
-def left(run: Path) -> tuple[list[tuple[float, ...]], dict[str, Tensor]]:
+def left(run: Path) -> tuple[list[tuple[Any, ...]], dict[str, Tensor]]:
     """Every step's loss, rate and norm, and the trained weights."""
-    rows = [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in read_metrics(run)]
+    rows: list[tuple[Any, ...]] = [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in read_metrics(run)]
     return rows, load_file(run / "pytorch_lora_weights.safetensors")
 
 
