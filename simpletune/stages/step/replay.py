@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from packaging.version import Version
+from torch.torch_version import TorchVersion
 
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.graphs import Graphs
@@ -37,7 +37,7 @@ def why_not(config: TrainConfig, device: torch.device, processes: int = 1) -> st
     memory = config.memory
     if device.type != "cuda":
         return "they are CUDA's, and the run is not on a CUDA device"
-    if Version(torch.__version__).release < Version(OLDEST).release:
+    if TorchVersion(torch.__version__) < OLDEST:
         return f"they need torch {OLDEST} or newer, and this is {torch.__version__}"
     if processes > 1:
         return "several processes exchange gradients within a pass"
