@@ -122,7 +122,6 @@ MORE = {
     "LoRA r16 int8, plan, graphs": Row((*PLAN, *GRAPHS)),
     "LoRA r16 bf16, graphs, no checkpointing": Row((*BF16, *UNCHECKED, *GRAPHS)),
     "SDXL: LoRA r16 bf16, graphs, no checkpointing": Row((*XL, *BF16, *UNCHECKED, *GRAPHS)),
-    "full bf16, adamw8bit after backward, graphs": Row(("adapter.method=full", *BF16, *by("adamw8bit"), *GRAPHS)),
     "SDXL: LoRA r16 int8, streamed": Row((*XL, *STREAMED)),
     "SDXL: LoRA r16 int8, small states, streamed, checkpoint inputs on the host": Row(
         (*XL, *SMALL, *STREAMED, *HOST)

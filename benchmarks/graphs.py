@@ -95,7 +95,9 @@ def run(folder: Path, minutes: float, only: str = "", overrides: Sequence[str] =
     late = (*SMALL, *EXACT, *overrides)
     rows[LATE] = partial(tried, streamed_late, late, device)
     results.measure(rows, minutes, only, lambda row: row.get("note") or f"equal bits {row['same']}")
-    about = {**describe_machine(), "host": cpu_name(), "card": torch.cuda.get_device_name(device)}
+    simulated = hasattr(ctypes.CDLL(None), "dry_count")
+    card = f"{'simulated, like an ' * simulated}{torch.cuda.get_device_name(device)}"
+    about = {**describe_machine(), "host": cpu_name(), "card": card}
     return results.write_table("Replayed passes", ABOUT, about)
 
 
