@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import Results, describe_machine
-from simpletune.commands.doctor.bench_steps import Steps, random_steps, run_config
+from simpletune.commands.doctor.bench_steps import OwnSteps, random_steps, run_config
 from simpletune.engine.graphs import Graphs
 from simpletune.engine.memory.copy_stream import CopyEvent, CudaCopies
 from simpletune.engine.tensors import trained_parameters
@@ -225,7 +225,7 @@ def streamed_late(overrides: Sequence[str], device: torch.device) -> Json:
     return {"same": same, "worst": worst, "note": f"{delayed()} copies delayed, {seconds:.0f} s"}
 
 
-def trained(steps: Steps) -> Iterator[Tensor]:
+def trained(steps: OwnSteps) -> Iterator[Tensor]:
     """Train; yield every loss, then the trained weights, in host memory."""
     for number in range(LATE_STEPS):
         torch.manual_seed(number)

@@ -51,13 +51,22 @@ class Steps:
         step: takes one step.
         model: with its trained parameters.
         optimizer: of the trained parameters.
-        core: takes steps of micro-batches.
-        batches: makes a step's micro-batches, by its number, with other values each time.
     """
 
     step: Callable[[], Tensor]
     model: nn.Module
     optimizer: Any
+
+
+@dataclass
+class OwnSteps(Steps):
+    """Those of this package.
+
+    Args:
+        core: takes steps of micro-batches.
+        batches: makes a step's micro-batches, by its number, with other values each time.
+    """
+
     core: TrainStep
     batches: Callable[[int], list[Batch]]
 
@@ -84,7 +93,7 @@ class RandomWeights:
 
 
 @contextmanager
-def random_steps(config: TrainConfig, device: torch.device) -> Iterator[Steps]:
+def random_steps(config: TrainConfig, device: torch.device) -> Iterator[OwnSteps]:
     """Set up the trainer's step on random weights, latents and prompts."""
     side, shapes = config.data.resolution, config.model.files.known_config()
     on_host = stays_on_host(config.memory, config.model)
@@ -106,7 +115,7 @@ def random_steps(config: TrainConfig, device: torch.device) -> Iterator[Steps]:
         return made
 
     try:
-        yield Steps(lambda: core.step(batches(next(count)))[0], model, core.optimizer, core, batches)
+        yield OwnSteps(lambda: core.step(batches(next(count)))[0], model, core.optimizer, core, batches)
     finally:
         free_optimizer(core.optimizer)
 
