@@ -137,7 +137,7 @@ def disk_needs(
         whole = read.pixels // place * per_place + read.prompts * prompt
         yield "local part of the cache", cache, min(config.output.place.limit, whole)
     if plan is None and isinstance(config.prior, ClassImages):
-        yield "class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES
+        yield "class pictures", cache, config.prior.count * config.resolution**2 * PNG_BYTES
 
 
 def bytes_of_prompt(config: TrainConfig) -> int:

@@ -125,7 +125,7 @@ def job_time(
     step = step_seconds(job.train.sections, speeds)
     if isinstance(speeds, DatasheetSpeeds) and step.seconds:
         interval = step_range(job.train.sections, speeds, step)
-    batch, side, prior = config.train.micro_batch * config.train.accumulation, config.data.resolution, config.prior
+    batch, side, prior = config.train.micro_batch * config.train.accumulation, config.resolution, config.prior
     per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
     bring = READ_BYTE + 1 / (card.link * 1e9)  # seconds per byte from a file to the card

@@ -76,7 +76,7 @@ def savings(config: TrainConfig) -> list[tuple[Lever, int]]:
     result = []
     for lever in LEVERS:
         new = with_effective_changes(config, lever.overrides)
-        if new is None or new.data.resolution > config.data.resolution:
+        if new is None or new.resolution > config.resolution:
             continue
         saved = before - simulate(new).peak.bytes
         if saved > 0:

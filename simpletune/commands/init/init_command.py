@@ -230,9 +230,9 @@ def config_for(folder: Path, overrides: Sequence[str] = (), verb: str = "train")
         init_command(folder, Answers(), quiet=True, overrides=of_data, verb=verb)
     config, _ = read_config(file)
     init = quote_command("simpletune", "init", folder)
-    if not any(reads_folder(folder, source) for source in config.data.members):
+    if not any(reads_folder(folder, source) for source in config.sources):
         raise UserError(
-            f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
+            f"{file} is a configuration for other pictures ({config.pictures.place}). Name a configuration, or write "
             f"one: {init} --out FILE"
         )
     if not is_new:

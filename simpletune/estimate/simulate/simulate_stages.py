@@ -236,7 +236,7 @@ def simulate_class_images(
     """Generate class images in one batch with the base alone."""
     prior = config.prior
     assert isinstance(prior, ClassImages)
-    memory, side, dtype = config.memory, config.data.resolution, config.precision.encoder_dtype()
+    memory, side, dtype = config.memory, config.resolution, config.precision.encoder_dtype()
     denoiser = empty_base(config.model, memory, config.precision, CPU, [(side, side)])
     vae = empty_autoencoder(config)
     with accounting_like_cuda(config, capability) as accounting:

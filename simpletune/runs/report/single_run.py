@@ -83,7 +83,7 @@ def summary_sentence(run: RunData) -> str:
     method += " (other settings in some layers)" if varied else ""
     return (
         f"{method} on {base}, {config.precision.weights} weights, "
-        f"{config.data.resolution} px, batch {config.train.micro_batch}"
+        f"{config.resolution} px, batch {config.train.micro_batch}"
         + (f" × {config.train.accumulation}" if config.train.accumulation > 1 else "")
         + f", {config.optimizer.name}, {plural(run.steps_of_result, 'step')}"
     )

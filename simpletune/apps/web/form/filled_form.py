@@ -125,7 +125,7 @@ class FilledForm:
         parts = [
             config.model.pretrained,
             config.adapter.method,
-            f"{config.data.resolution} px",
+            f"{config.resolution} px",
             f"{length} of {plural(of, 'picture')} each",
             f"learning rate {config.optimizer.lr:g}",
         ]
