@@ -82,7 +82,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         sides = join_names([f"{side} px" for side in concept.resolutions])
         yield (
             "draws",
-            f"{plural(concept.steps, 'step')} at guidance {concept.drawing_guidance:g}, stopped at any; {sides}",
+            f"{plural(concept.drawing_steps, 'step')}, stopped at any, guidance {concept.drawing_guidance:g}; {sides}",
         )
     prior = config.prior
     if isinstance(prior, ClassImages):

@@ -305,10 +305,10 @@ def _repaired(data: Json, found: list[Problem]) -> Json:
         owner.pop(leaf, None)  # for an item of a list of values, remove the list
     if prompts_alone:
         concept = result.setdefault("concept", {})
-        if not concept.get("directions"):
-            concept["directions"] = [{"target": "a", "positive": "b"}]
-        for direction in concept["directions"]:
-            direction.setdefault("target", "a")
+        directions = concept.get("directions")
+        if not isinstance(directions, list) or not directions or not all(isinstance(d, dict) for d in directions):
+            directions = [{}]
+        concept["directions"] = [{"target": "a", "positive": "b"} | direction for direction in directions]
         result.setdefault("name", "unnamed")
         return with_default_tags(TrainConfig, result)
     if not isinstance(result.setdefault("data", {}), dict):

@@ -117,8 +117,8 @@ class Concept(Option):
     frowning"}]. Several are trained in turn, into one adapter."""
     resolutions: Annotated[list[Annotated[int, Field(ge=16, le=4096)]], Field(min_length=1, max_length=16)] = [1024]
     """Sides in pixels of the squares to draw, in turn. Default: the resolution of the family's models."""
-    steps: Annotated[int, Field(ge=2, le=1000)] = 20
-    """Sampling steps of a drawing. A training step stops it after a number of them, drawn uniformly from 0 to steps -
+    drawing_steps: Annotated[int, Field(ge=2, le=1000)] = 20
+    """Sampling steps of a drawing. A training step stops it after a number of them, drawn uniformly from 0 to this -
     1, and trains there."""
     drawing_guidance: Annotated[float, Field(ge=1, le=100)] = 3.0
     """Guidance scale (CFG) of the drawings; 1: no guidance, which halves their time."""
@@ -143,7 +143,7 @@ class Concept(Option):
 
     def digest(self, direction: Direction) -> str:
         """Return the SHA-256 of all that a direction's samples depend on, beside the run's seed and sizes."""
-        drawn = {"steps": self.steps, "drawing_guidance": self.drawing_guidance}
+        drawn = {"drawing_steps": self.drawing_steps, "drawing_guidance": self.drawing_guidance}
         about = json.dumps([direction.model_dump(mode="json"), drawn], sort_keys=True)
         return hashlib.sha256(about.encode()).hexdigest()
 

@@ -36,7 +36,7 @@ class Drawing(NamedTuple):
 
     direction: Direction
     steps: int
-    """Sampling steps after which the drawing stops, fewer than ``concept.steps``."""
+    """Sampling steps after which the drawing stops, fewer than ``concept.drawing_steps``."""
     strength: float
     """The adapter's strength while it draws: one of those that are trained."""
     preserved: str | None
@@ -76,7 +76,7 @@ class ConceptPlan(Plan):
         """Return what a micro-batch of a step draws."""
         directions = self.concept.directions
         direction = directions[int(self._rows(step)[micro][0]) // self.batch_size % len(directions)]
-        steps = int(stream(self.seed, "drawn-steps", step).integers(self.concept.steps))
+        steps = int(stream(self.seed, "drawn-steps", step).integers(self.concept.drawing_steps))
         draw = stream(self.seed, "drawing", step, micro)
         strength = direction.strengths[draw.integers(len(direction.strengths))]
         kept = direction.preserved

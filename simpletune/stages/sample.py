@@ -231,7 +231,7 @@ class Sampler:
         is kept ``outside``."""
         device, count = z.device, len(z)
         times, guided = solver.times[:steps], guidance > 1
-        conditions = conditions_of(text, times, self.modulation)
+        conditions = conditions_of(text, times, self.modulation) if len(times) else iter(())
         away: Tensor | float = 0.0
         with self.precision.autocast_on(device), self.attention():
             # With guidance, the prompts' and the negative prompts' halves are one batch.

@@ -86,7 +86,7 @@ class ConceptLoader(BatchLoader):
             drawing=drawing,
             prompts=prompts,
             drawn=self._rows([*away, *[target] * rows], size),
-            solver=partial(self.model.solver, self.plan.objective, size, concept.steps, 0),
+            solver=partial(self.model.solver, self.plan.objective, size, concept.drawing_steps, 0),
         )
         return [batch.map(copy_to_pinned) if self.device.type == "cuda" else batch]
 

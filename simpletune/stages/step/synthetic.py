@@ -102,12 +102,12 @@ class SyntheticBatches:
         """Make a micro-batch of the direction with the most passes, whose drawing stops half-way."""
         direction = max(concept.directions, key=lambda each: len(each.strengths) * (1 + bool(each.preserved)))
         kept = direction.preserved[0] if direction.preserved else None
-        drawing = Drawing(direction, concept.steps // 2, direction.strengths[0], kept)
+        drawing = Drawing(direction, concept.drawing_steps // 2, direction.strengths[0], kept)
         prompts = {prompt: batch.conditioning.map(torch.clone) for prompt in drawing.prompts}
         rows = 1 + (concept.drawing_guidance > 1)
         drawn = batch.conditioning.map(lambda tensor: tensor.repeat(rows, *[1] * (tensor.dim() - 1)))
         given = {each.name: getattr(batch, each.name) for each in fields(Batch)}
-        flow, steps = self.config.model.flow, concept.steps
+        flow, steps = self.config.model.flow, concept.drawing_steps
         # a real solver keeps at most two more latents
         return ConceptBatch(
             **given, drawing=drawing, prompts=prompts, drawn=drawn, solver=lambda: Euler(torch.zeros(steps + 1), flow)
