@@ -280,7 +280,8 @@ def _estimate_request(filled: FilledForm) -> live.EstimateRequest | None:
     planned = filled.planned
     if planned is None:
         return None
-    return live.estimate_request(planned, {**filled.data, "data": planned.data.model_dump(mode="json")}, filled.card)
+    data = None if planned.data is None else planned.data.model_dump(mode="json")
+    return live.estimate_request(planned, {**filled.data, "data": data}, filled.card)
 
 
 def _cannot_download(filled: FilledForm) -> str:
