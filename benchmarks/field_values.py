@@ -250,6 +250,7 @@ GROUPS: list[Group] = [
         "neutral": Row("", "loss"),
         "preserved": Row(["blue"], "loss"),
         "preserved_weight": Row(3.0, "loss", {"concept.directions.0.preserved": ["blue"]}),
+        "weight": Row(3.0, "loss"),
         "guidance": Row(3.0, "loss"),
     }),
     Group("Lora", "adapter", SD3, {

@@ -25,8 +25,8 @@ Prompt = Annotated[str, Field(min_length=1)]
 class Direction(Option):
     """A direction between two prompts, along which the strength of the adapter moves pictures of a third."""
 
-    target: Prompt
-    """Prompt whose pictures change, such as "a person"."""
+    target: str
+    """Prompt whose pictures change, such as "a person"; the empty text ("") for all pictures."""
     positive: Prompt | None = None
     """What strength 1 moves the target towards, such as "a person, smiling"; null: unconditional."""
     negative: Prompt | None = None
@@ -43,6 +43,8 @@ class Direction(Option):
     them."""
     preserved_weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Factor of the loss for the preserved prompts."""
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Factor of the direction's loss, beside other directions."""
     guidance: Annotated[float, Field(gt=0, le=100)] = 1.0
     """How far strength 1 goes: the factor on the difference of the base's predictions for positive and negative."""
 

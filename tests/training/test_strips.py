@@ -60,4 +60,4 @@ def test_the_report_has_a_slider_over_them(slider: Path) -> None:
 def test_another_run_draws_no_strip(tiny_config: dict, train_once: TrainOnce) -> None:
     tiny_config["validation"] = {"prompts": ["a circle"], "steps": 2, "loss_samples": 0}
     run = train_once(tiny_config)
-    assert not list(run.rglob("strength*")) and 'data-strength=' not in report_at_end(run).read_text()
+    assert not list(run.rglob("strength*")) and "data-strength=" not in report_at_end(run).read_text()

@@ -132,9 +132,10 @@ class ConceptStep(StepVariant):
                 base = self._of_base(z_t, level, texts)
             plus, minus = (base[end] for end in direction.ends)
             wanted = {s: base[direction.start] + s * direction.guidance * (plus - minus) for s in direction.strengths}
-            found = [(strength, direction.target, target, 1.0) for strength, target in wanted.items()]
+            found = [(strength, direction.target, target, direction.weight) for strength, target in wanted.items()]
             if kept is not None:
-                found += [(strength, kept, base[kept], direction.preserved_weight) for strength in wanted]
+                factor = direction.weight * direction.preserved_weight
+                found += [(strength, kept, base[kept], factor) for strength in wanted]
             pairs = [process.split(z_t, target, level) for _, _, target, _ in found]
         for number, ((strength, prompt, _, weight), (z_0, noise)) in enumerate(zip(found, pairs, strict=True), 1):
             one = Batch(z_0, noise, level, texts[prompt], batch.names, batch.fillers)

@@ -35,7 +35,7 @@ from simpletune.training.train import train
 CPU = torch.device("cpu")
 SIZE = {"target": "a circle", "positive": "a large circle", "negative": "a small circle", "guidance": 2.0}
 KEPT = {"preserved": ["a red heart"], "preserved_weight": 0.7}
-ERASED = {"target": "stripes", "negative": "stripes", "neutral": "", "guidance": 1.5}
+ERASED = {"target": "stripes", "negative": "stripes", "neutral": "", "guidance": 1.5, "weight": 0.6}
 CONCEPT = {"directions": [SIZE | KEPT], "resolutions": [32], "drawing_steps": 4}
 
 
@@ -135,7 +135,7 @@ def test_loss_and_gradients_are_the_papers(
             expected = expected + slider(predict, direction.target, ends, 2.0) / 2
             expected = expected + 0.7 * preserved(predict, "a red heart", (1.0, -1.0)) / 2
         else:
-            expected = expected + erasure(predict, direction.target, 1.5) / 2
+            expected = expected + 0.6 * erasure(predict, direction.target, 1.5) / 2
     expected.backward()
 
     gradients: dict[str, Tensor] = {}
