@@ -32,7 +32,7 @@ from simpletune.training.train import train
 
 CPU = torch.device("cpu")
 SIDE, STEPS, GUIDANCE = 64, 12, 3.0  # pixels; of drawing
-DIRECTIONS, TRAINED, BATCH = 8, 120, 8
+DIRECTIONS, TRAINED, BATCH = 8, 60, 8
 SEEDS = (0, 1, 2)
 MOST = 0.05  # share of pictures whose colour or place may change
 COLUMNS = {

@@ -22,8 +22,13 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.tensors import trained_parameters
 from simpletune.estimate.simulate.simulate import simulate
+from simpletune.models.objectives.conventions import FlowConventions
+from simpletune.models.objectives.ddpm import DdpmProcess, schedule_of
+from simpletune.models.objectives.flow import FlowProcess
+from simpletune.models.objectives.objective import NoisingProcess
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.runs.folder import read_metrics
+from simpletune.stages import sample
 from simpletune.stages.encode import prepare
 from simpletune.stages.step.concept import ConceptBatch, ConceptLoader
 from simpletune.stages.step.synthetic import SingleProcess
@@ -213,3 +218,27 @@ def test_its_memory_is_predicted_with_its_passes(tiny_config: dict) -> None:
     alone = CONCEPT | {"drawing_guidance": 1.0}
     less = simulate(resolve_folders(validate(concept_data(tiny_config, alone, train={"batch_size": 4}), "test")))
     assert less.phases["draw"].bytes < report.phases["draw"].bytes
+
+
+def test_a_signal_never_ends_a_step_half_way(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing asks for signals between its steps, but not within a training step, which is saved whole."""
+
+    def ask() -> None:
+        raise AssertionError("a training step asked for signals")
+
+    monkeypatch.setattr(sample, "poll", ask)
+    train(validate(concept_data(tiny_config), "test"))
+
+
+@pytest.mark.parametrize("kind", ["velocity", "reversed", "epsilon", "v"])
+def test_a_prediction_splits_into_what_would_have_it_as_the_target(kind: str) -> None:
+    """noised and target of the halves are z_t and the prediction, at low and high noise."""
+    if kind in ("velocity", "reversed"):
+        process: NoisingProcess = FlowProcess(conventions=FlowConventions(sign=1 if kind == "velocity" else -1))
+        level = torch.tensor([0.02, 0.5, 0.999])
+    else:
+        process, level = DdpmProcess(schedule_of({}), kind == "v", None), torch.tensor([3.0, 500.0, 990.0])
+    z_t, prediction = torch.randn(2, 3, 4, 5, 5, generator=torch.Generator().manual_seed(1)).unbind()
+    z_0, noise = process.split(z_t, prediction, level)
+    torch.testing.assert_close(process.noised(z_0, noise, level), z_t, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(process.target(z_0, noise, level), prediction, rtol=1e-5, atol=1e-5)
