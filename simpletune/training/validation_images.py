@@ -66,21 +66,19 @@ class Previews:
         """Generate with the model after ``step`` steps, 0: with the LoRA that training begins with."""
         if not self.requests:
             return
-        images = self.images(denoiser, self.requests)
+        drawn = {1: self.images(denoiser, self.requests)}  # by strength
+        for strength in STRENGTHS if self.config.concept is not None and step else ():
+            if strength not in (0, 1):  # of the base, and without a strength
+                with at_strength(denoiser, strength):
+                    drawn[strength] = self.images(denoiser, self.requests)
         self._write_inputs()
         state = f"step {step}" if step else START
         with atomic_folder(self.folder_of(step)) as part:
-            for number, (image, request) in enumerate(zip(images, self.requests, strict=True)):
-                save_png(image, part / name_of(number), request, **self._metadata(request, state))
-            for strength in STRENGTHS if self.config.concept is not None and step else ():
-                if strength in (0, 1):
-                    continue
-                with at_strength(denoiser, strength):
-                    images = self.images(denoiser, self.requests)
-                folder = part / pictures_at(self.folder, step, strength).name
+            for strength, images in drawn.items():
+                folder = part if strength == 1 else part / pictures_at(self.folder, step, strength).name
+                named = state if strength == 1 else f"{state}, strength {strength}"
                 for number, (image, request) in enumerate(zip(images, self.requests, strict=True)):
-                    about = self._metadata(request, f"{state}, strength {strength}")
-                    save_png(image, folder / name_of(number), request, **about)
+                    save_png(image, folder / name_of(number), request, **self._metadata(request, named))
 
     def generate_base(self, denoiser: Denoiser, step: int) -> None:
         """Generate the pictures of the base that are not there: all before the first step; later those that are lost or

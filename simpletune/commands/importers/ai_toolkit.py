@@ -115,7 +115,8 @@ def _slider(found: Translation) -> None:
         found.take("slider.anchors", "concept.directions.0.preserved", preserved, why)
     directions: list[Json] = []
     for index, row in enumerate(map(_object, found.read("slider.targets", listed) or [])):
-        place, ours = f"concept.directions.{index}", {"target": ""} | ({"preserved": preserved} if preserved else {})
+        place = f"concept.directions.{index}"
+        ours: Json = {"target": "", **({"preserved": preserved} if preserved else {})}
         for key, value in row.items():
             part = found.part("slider.targets", f"{index}.{key}", value)
             if key in ("target_class", "positive", "negative"):

@@ -4,6 +4,7 @@ with every lever; resumed; predicted."""
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tiny_runs import resumed_from, saved_weights
 from torch import Tensor
 from torch.func import functional_call
 
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -218,6 +220,14 @@ def test_its_memory_is_predicted_with_its_passes(tiny_config: dict) -> None:
     alone = CONCEPT | {"drawing_guidance": 1.0}
     less = simulate(resolve_folders(validate(concept_data(tiny_config, alone, train={"batch_size": 4}), "test")))
     assert less.phases["draw"].bytes < report.phases["draw"].bytes
+
+
+def test_the_command_predicts_a_whole_run(write_config: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    directions = CONCEPT | {"resolutions": [64]}
+    file = write_config({"name": "size", "model": {"pretrained": "demo:tiny-sd3"}, "concept": directions})
+    assert main(["estimate", str(file), "--device", "L4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["peak_allocated_mib"] > 0 and {"text", "train", "validate"} <= set(told["stages"])
 
 
 def test_a_signal_never_ends_a_step_half_way(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
