@@ -48,6 +48,11 @@ class Drawing(NamedTuple):
         kept = [] if self.preserved is None else [self.preserved]
         return list(dict.fromkeys([self.direction.target, *self.direction.ends, self.direction.start, *kept]))
 
+    @property
+    def passes(self) -> int:
+        """The number of passes with gradients."""
+        return len(self.direction.strengths) * (1 if self.preserved is None else 2)
+
 
 class ConceptPlan(Plan):
     """Selects direction, size and drawing of each micro-batch of a run.

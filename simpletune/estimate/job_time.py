@@ -21,6 +21,7 @@ from simpletune.estimate.timing.speeds import CalibratedSpeeds, ScaledSpeeds, Sp
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.buckets import Size
 from simpletune.models.text.encoder import BATCH
+from simpletune.runs.folder import STRENGTHS
 from simpletune.system.gpus import Card, card_named_by_driver, cards_like
 from simpletune.system.prices import Price
 
@@ -223,7 +224,8 @@ def _validation_seconds(config: TrainConfig, job: JobReport, speeds: Speeds, ste
     if "draw" in job.work:
         images = 1 if option.prompts is None else len(option.prompts)
         one = _generation_seconds(job.work["draw"], speeds, option.steps, config.image_size())
-        seconds += (1 + has_start(config) + times_due(option.every, steps)) * (load + images * one)
+        strengths = 1 if config.concept is None else len(STRENGTHS) - 1  # the base's are drawn once
+        seconds += (1 + has_start(config) + strengths * times_due(option.every, steps)) * (load + images * one)
     if "evaluate" in job.work:
         batch = config.train.micro_batch * config.train.accumulation
         passes = choose_validation_samples(config, batch, steps).share * batch * steps

@@ -23,12 +23,14 @@ from torch import Tensor
 from simpletune.adapters.methods.layers import at_strength
 from simpletune.data.concept import Concept
 from simpletune.data.concept_plan import ConceptPlan, Drawing
+from simpletune.data.samples import PlannedSample
 from simpletune.data.storage.cache import Cache
 from simpletune.engine.denoiser import Denoiser
 from simpletune.engine.memory.copy_stream import copy_to_pinned
 from simpletune.models.objectives.objective import Solver
 from simpletune.models.shared.buckets import Framing, Size
 from simpletune.models.shared.conditioning import Conditioning, stack
+from simpletune.models.shared.flops import TrainedParameters
 from simpletune.stages.modulation_plan import DetachedModulation
 from simpletune.stages.sample import Sampler
 from simpletune.stages.step.attention import use_attention
@@ -62,16 +64,27 @@ class ConceptLoader(BatchLoader):
 
     plan: ConceptPlan
 
-    def needs(self, step: int) -> Iterator[tuple[Cache, str]]:
+    def places(self, step: int) -> Iterator[tuple[Cache, str]]:
         drawings = (self.plan.drawing(step, micro) for micro in range(len(self.plan.micros(step))))
         found = (prompt for each in drawings for prompt in (each.direction.unconditional, *each.prompts))
         for prompt in dict.fromkeys(found):
             yield from self.text.places(prompt)
 
+    def flops(self, samples: list[PlannedSample], trained: TrainedParameters) -> int:
+        drawing, size, rows = self._drawing(samples), samples[0].view.bucket, len(samples)
+        guided = 2 if self.plan.concept.drawing_guidance > 1 else 1
+        drawn = drawing.steps * self._flops_of(trained, size, guided * rows).forward if drawing.steps else 0
+        base = len(drawing.prompts) * self._flops_of(None, size, rows).forward
+        return drawn + base + drawing.passes * self._flops_of(trained, size, rows).model
+
+    def _drawing(self, samples: list[PlannedSample]) -> Drawing:
+        _, step, micro, _ = samples[0].noise_key
+        return self.plan.drawing(int(step), int(micro))
+
     def _read(self, passes: list[Pass]) -> list[Batch]:
         (each,) = passes
-        samples, (_, step, micro, _) = each.samples, each.samples[0].noise_key
-        drawing, size = self.plan.drawing(int(step), int(micro)), samples[0].view.bucket
+        samples, size = each.samples, each.samples[0].view.bucket
+        drawing = self._drawing(samples)
         shape, rows = self.model.autoencoder.shape(*size), len(samples)
         noise = [stream(self.seed, *sample.noise_key).standard_normal(shape, dtype="float32") for sample in samples]
         prompts = {prompt: self._rows([prompt] * rows, size) for prompt in drawing.prompts}

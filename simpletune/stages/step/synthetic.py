@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.concept import Concept
+from simpletune.data.concept import Concept, Direction
 from simpletune.data.concept_plan import Drawing
 from simpletune.data.samples import Crop, PlannedSample
 from simpletune.data.sources.source import SourceImage
@@ -22,6 +22,8 @@ from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.text_side import empty_text_inputs
 
 CPU = torch.device("cpu")
+DRAWN = 3  # steps of a drawing: by the third, everything that earlier steps leave behind is allocated
+PASS = ("noise", "forward", "loss", "backward", "recompute")  # phases of a pass that trains
 SAMPLE = PlannedSample(Crop(SourceImage("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), False), "", 0.5, ())
 
 
@@ -98,11 +100,28 @@ class SyntheticBatches:
         )
         return made if concept is None else self._to_draw(made, concept)
 
+    def frequencies(self) -> dict[str, float]:
+        """Return how many times an average step of the run does what the synthetic one does, by phase, if not once: a
+        drawing stops anywhere, and directions differ in their passes."""
+        concept = self.config.concept
+        if concept is None:
+            return {}
+        own, every = self._drawing(concept), [_drawing_of(each) for each in concept.directions]
+        found = {
+            "draw": (concept.drawing_steps - 1) / 2 / own.steps,
+            "base": sum(len(each.prompts) for each in every) / len(every) / len(own.prompts),
+        }
+        return found | dict.fromkeys(PASS, sum(each.passes for each in every) / len(every) / own.passes)
+
+    def _drawing(self, concept: Concept) -> Drawing:
+        """Make a drawing of the direction with the most passes, of as many steps as determine its memory."""
+        window = 0 if self.core.modulation is None else self.core.modulation.window
+        most = max(map(_drawing_of, concept.directions), key=lambda each: (each.passes, len(each.prompts)))
+        return most._replace(steps=min(max(DRAWN, window), concept.drawing_steps - 1))
+
     def _to_draw(self, batch: Batch, concept: Concept) -> ConceptBatch:
-        """Make a micro-batch of the direction with the most passes, whose drawing stops half-way."""
-        direction = max(concept.directions, key=lambda each: len(each.strengths) * (1 + bool(each.preserved)))
-        kept = direction.preserved[0] if direction.preserved else None
-        drawing = Drawing(direction, concept.drawing_steps // 2, direction.strengths[0], kept)
+        """Make a micro-batch that is drawn."""
+        drawing = self._drawing(concept)
         prompts = {prompt: batch.conditioning.map(torch.clone) for prompt in drawing.prompts}
         rows = 1 + (concept.drawing_guidance > 1)
         drawn = batch.conditioning.map(lambda tensor: tensor.repeat(rows, *[1] * (tensor.dim() - 1)))
@@ -112,6 +131,10 @@ class SyntheticBatches:
         return ConceptBatch(
             **given, drawing=drawing, prompts=prompts, drawn=drawn, solver=lambda: Euler(torch.zeros(steps + 1), flow)
         )
+
+
+def _drawing_of(direction: Direction) -> Drawing:
+    return Drawing(direction, 0, direction.strengths[0], direction.preserved[0] if direction.preserved else None)
 
 
 def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from slider import erasure, preserved, slider
 from tiny_runs import resumed_from, saved_weights
 from torch import Tensor
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
@@ -29,6 +31,7 @@ from simpletune.models.objectives.ddpm import DdpmProcess, schedule_of
 from simpletune.models.objectives.flow import FlowProcess
 from simpletune.models.objectives.objective import NoisingProcess
 from simpletune.models.shared.conditioning import Conditioning
+from simpletune.models.shared.flops import trained_of
 from simpletune.runs.folder import read_metrics
 from simpletune.stages import sample
 from simpletune.stages.encode import prepare
@@ -228,6 +231,58 @@ def test_the_command_predicts_a_whole_run(write_config: Any, capsys: pytest.Capt
     assert main(["estimate", str(file), "--device", "L4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["peak_allocated_mib"] > 0 and {"text", "train", "validate"} <= set(told["stages"])
+
+
+def test_the_time_of_a_step_has_all_its_passes(tiny_config: dict) -> None:
+    """The products of an average step are those counted for the steps of whole epochs, of two unequal directions."""
+    concept = CONCEPT | {"directions": [SIZE | KEPT, ERASED], "drawing_steps": 9}
+    data = concept_data(tiny_config, concept, train={"batch_size": 2}, memory={"checkpointing": "none"})
+    config, core, batches = assembled(data)
+    trained = trained_of({name: tuple(value.shape) for name, value in core.named.items()})
+    report = simulate(config)
+    found = again = 0.0
+    for each in report.sections:
+        for (kind, _, extents), count in each.work.items():
+            if kind.startswith(("product", "attention")):
+                times = {"attention": 4, "attention_backward": 10}.get(kind, 2)
+                found += each.share * times * count * math.prod(extents)
+                again += each.share * 2 * count * math.prod(extents) * (kind == "attention_backward")
+    drawings = [batches.plan.drawing(step, 0) for step in range(200)]
+    counts = [batches.flops(batches.plan.micro_batch(step, 0), trained) for step in range(200)]
+    assert len({(each.steps, each.passes) for each in drawings}) == 18
+    expected = {(each.steps, each.passes): count for each, count in zip(drawings, counts, strict=True)}
+    assert found - again == pytest.approx(sum(expected.values()) / 18, rel=0.02)
+
+
+def added(y: list[int], a: list[int], b: list[int], **more: object) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+def test_the_operations_of_a_step_are_what_torch_counts(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = concept_data(tiny_config, precision={"weights": "fp32"}, memory={"checkpointing": "none"})
+    config, core, batches = assembled(data | {"speed": {"attention": "math"}})
+    prompt = config.model.text.blank(torch.float32, 1).map(
+        lambda tensor: tensor[0]
+    )  # as long as the published encoders' are
+    monkeypatch.setattr(batches.text, "load", lambda _: prompt)
+    step = next(n for n in range(40) if batches.plan.drawing(n, 0).steps == 2)
+    trained = trained_of({name: tuple(value.shape) for name, value in core.named.items()})
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added}) as counter:
+        core.step(batches.step(step))
+    assert counter.get_total_flops() == batches.flops(batches.plan.micro_batch(step, 0), trained)
+
+
+@pytest.mark.parametrize("prompt", ["a large circle", "a red heart", ""])
+def test_a_prompt_that_is_not_finite_is_named_and_set_aside(prompt: str, tiny_config: dict, tmp_path: Path) -> None:
+    data = concept_data(tiny_config, CONCEPT | {"drawing_steps": 30}, train={"steps": 1})
+    data["output"] = data["output"] | {"cache": str(tmp_path / "own")}
+    _, _, batches = assembled(data)
+    for cache, key in batches.text.places(prompt):
+        cache.save(key, {name: value * math.nan for name, value in cache.load(key).items()})
+    named = repr(prompt) if prompt else "the unconditional prompt"
+    with pytest.raises(UserError, match=f"step 1: .*direction 1 at 32 px: its embedding of {named} is") as said:
+        train(validate(data, "test"))
+    assert "Set aside" in str(said.value) and len(list((tmp_path / "own").rglob("*.damaged"))) >= 1
 
 
 def test_a_signal_never_ends_a_step_half_way(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
