@@ -53,7 +53,7 @@ class DataCounts(NamedTuple):
         else:
             views = {crop_key(crop): view for view in plan.views() for crop in view.cached}
             pixels, prompts = sum(math.prod(view.bucket) for view in views.values()), len(plan.captions())
-            both = [*plan.samples, *plan.held_out]
+            both = [*plan.samples, *plan.held_out] if views else []
             images = len({(sample.image.source, sample.image.name) for sample in both})
         return cls(images, prompts, pixels, len(plan.samples), plan.steps_per_epoch)
 

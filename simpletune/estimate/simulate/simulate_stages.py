@@ -94,8 +94,9 @@ def simulate_parts(
         if isinstance(config.prior, ClassImages):
             begin("class")
             snapshots["class"] = simulate_class_images(config, capability, recorders)
-        begin("latents")
-        snapshots["latents"] = simulate_encoding(config.model, vae, size, recorders)
+        if config.concept is None:
+            begin("latents")
+            snapshots["latents"] = simulate_encoding(config.model, vae, size, recorders)
         snapshots["train"] = trained.report.peak
         if validate is not None:
             snapshots["validate"] = validate
