@@ -180,9 +180,9 @@ LEVERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("compute", ["fp32", "fp16"])
-def test_levers_change_nothing(compute: str, tiny_config: dict) -> None:
-    data = concept_data(tiny_config, precision={"weights": "int8", "compute": compute})
+@pytest.mark.parametrize(("weights", "compute"), [("int8", "fp32"), ("int8", "fp16"), ("nf4", "fp32")])
+def test_levers_change_nothing(weights: str, compute: str, tiny_config: dict) -> None:
+    data = concept_data(tiny_config, precision={"weights": weights, "compute": compute})
     data["train"] = {"steps": 2, "batch_size": 2}
     expected = losses(train(validate(data | {"name": "plain"}, "test")))
     assert len(set(expected)) == 2
