@@ -83,7 +83,7 @@ def test_two_processes_train_the_slider_that_one_would(
         {"target": "a disc", "positive": "a large disc", "negative": "a small disc", "preserved": ["a heart"]},
         {"target": "stripes", "negative": "stripes", "neutral": ""},
     ]
-    data = unwatched(ground, f"slider-{len(how)}", train=how, ema=None)
+    data = unwatched(ground, f"slider-{len(how)}", train=how)
     del data["data"]
     data["concept"] = {"directions": directions, "resolutions": [32], "drawing_steps": 4}
     data["output"] = data["output"] | {"cache": str(tmp_path / "cache")}
