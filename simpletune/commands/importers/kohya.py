@@ -280,16 +280,19 @@ def _leco(found: Translation, folder: Path) -> None:
     directions: list[Json] = []
     sides: dict[int, None] = {}
     batches: dict[int, None] = {}
+    step = found.family.architecture.multiple
     for index, row in enumerate(rows):
         values = LECO | common | row
-        for neutral in _neutrals(row, common, folder):
-            directions.append(_direction(values | {"neutral": neutral}))
-        for each in _sizes_of(values):
-            step = found.family.architecture.multiple
-            sides[side_of_area(*(map(number, each) if isinstance(each, list) else [number(each)] * 2), step)] = None
-        batches[whole_number(values["batch_size"])] = None
-        for key, value in row.items():
-            _note_leco(found, found.part("prompts_file", f"{index}.{key}", value), key, values)
+        try:
+            directions += [_direction(values | {"neutral": each}) for each in _neutrals(row, common, folder)]
+            for each in _sizes_of(values):
+                width, height = map(number, each if isinstance(each, list) else [each, each])
+                sides[side_of_area(width, height, step)] = None
+            batches[whole_number(values["batch_size"])] = None
+            for key, value in row.items():
+                _note_leco(found, found.part("prompts_file", f"{index}.{key}", value), key, values)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"prompts_file: {name}: item {index + 1} cannot be read ({error}). Correct it") from None
     for key, value in common.items() if rows != [shared] else ():
         _note_leco(found, found.part("prompts_file", key, value), key, common)
     found.set("concept.directions", directions)

@@ -142,3 +142,7 @@ def test_prompts_that_are_not_here_are_said(tmp_path: Path) -> None:
         import_file(tmp_path / "leco.toml")
     with pytest.raises(UserError, match=r"prompts.toml has no \[\[prompts\]\]"):
         leco(tmp_path, "[slider]\ntargets = [1]\n")
+    with pytest.raises(UserError, match="prompts.toml: item 1 cannot be read .x is not a number"):
+        leco(tmp_path, '[[prompts]]\ntarget = "a"\nguidance_scale = "x"\n')
+    with pytest.raises(UserError, match="item 1 cannot be read"):
+        leco(tmp_path, '[[prompts]]\ntarget = "a"\nresolution = [512]\n')

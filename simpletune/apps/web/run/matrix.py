@@ -87,7 +87,7 @@ def strip_of(folder: Path) -> list[Json]:
     for file in sorted(pictures_at(place, max(steps), STRENGTHS[0]).glob("prompt-*.png")) if steps else ():
         shown = {at: pictures_at(place, max(steps), at) / file.name for at in STRENGTHS}
         frames = [
-            {"title": f"strength {at}", "file": each.relative_to(folder).as_posix()}
+            {"title": str(at), "file": each.relative_to(folder).as_posix()}
             for at, each in shown.items()
             if each.is_file()
         ]
