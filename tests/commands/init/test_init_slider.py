@@ -34,7 +34,7 @@ def test_it_writes_a_slider_of_the_tiny_model_without_a_card(capsys: pytest.Capt
     assert config.concept.resolutions == [64] and config.steps(8) == 30
     assert config.validation.prompts == ["a medium disc"]
     assert "drawn at the strengths -2 to 2" in capsys.readouterr().out
-    assert main(["init", *words]) == 2 and "already exists" in capsys.readouterr().err
+    assert main(["init", *words]) == 2 and "exists. Choose another name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.family)
