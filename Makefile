@@ -8,7 +8,7 @@ SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 .DEFAULT_GOAL := help
 .PHONY: help setup quality style test durations flaky slow gpu dry host softgpu kernels pages coverage torture \
 	torture-together web screens compare predictions shapes docs map mutants canary image tiny-sd3 \
-	tiny-sdxl tiny-encoders clean
+	tiny-sdxl tiny-klein tiny-encoders clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -124,6 +124,9 @@ tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hour
 
 tiny-sdxl: setup  ## train the UNet of the bundled tiny Stable Diffusion XL from scratch; 55 min on one thread of a busy machine, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sdxl
+
+tiny-klein: setup  ## train the transformer of the bundled tiny FLUX.2 klein from scratch; about 20 processor minutes, resumable
+	$(PY) -m benchmarks.tiny_models.make_tiny_klein
 
 tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from scratch; 30 min on one thread of a busy machine
 	$(PY) -m benchmarks.tiny_models.train_tiny_encoders
