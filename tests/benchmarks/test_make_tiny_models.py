@@ -203,8 +203,8 @@ def test_the_tiny_klein_from_the_tiny_sd3(tmp_path: Path, monkeypatch: pytest.Mo
     start, trained = assert_exported(out, run, "transformer")
     assert (trained["context_embedder.weight"] != start["context_embedder.weight"]).any()
     pipeline = Flux2KleinPipeline.from_pretrained(out, local_files_only=True)
-    image = pipeline(
-        "a red star", num_inference_steps=2, height=64, width=64, max_sequence_length=32, guidance_scale=2.0
+    image = pipeline(  # its first argument is a picture
+        prompt="a red star", num_inference_steps=2, height=64, width=64, max_sequence_length=32, guidance_scale=2.0
     ).images[0]
     assert np.asarray(image).shape == (64, 64, 3)
     plain = AutoencoderKL.from_pretrained(make_tiny_klein.demo.MODELS["demo:tiny-sd3"] / "vae").eval()
