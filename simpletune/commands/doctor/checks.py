@@ -23,6 +23,7 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 DRIVERS = {13: 580, 12: 525}  # oldest driver of each CUDA version that torch is built for
 LITTLE_FREE = 0.9  # share of the device memory; less free memory means others use a lot
 PRECISIONS = ("bf16", "int8", "nf4", "fp32")  # of the training steps
+DEAR_LAUNCH, SLOW_LINK = 10e-6, 5.0  # seconds; GB/s
 ALLOWED, ALLOWED_MIB = 0.05, 64.0  # a measured peak may exceed the prediction by the larger of both
 OF_WINDOWS = (
     "WSL takes half of the computer's memory unless .wslconfig in your Windows user folder says more, such as "
@@ -410,6 +411,28 @@ def card(machine: Machine) -> Iterator[Finding]:
         f"Other programs use it: {users or 'nvidia-smi names none'}",
         "End them, or leave room for them: simpletune estimate CONFIG --reserve GIB",
     )
+
+
+def host(machine: Machine) -> Iterator[Finding]:
+    """Check what the processor, the driver and the link add to a step; a card that computes faster waits for them."""
+    found = machine.ask("host")
+    if "error" in found:
+        yield Finding("host", WARNING, found["error"], "Its speed is unknown", "Report it with this file attached")
+        return
+    value = f"{found['processor']}, {found['core'] * 1e6:.0f} us a loop"
+    if found["launch"] is None:
+        yield Finding("host", OK, value)
+        return
+    link = found["to_device"], found["to_host"]
+    value += f"; {found['launch'] * 1e6:.1f} us a launch; {link[0]:.1f} GB/s to the card, {link[1]:.1f} back"
+    why = remedy = ""
+    if found["launch"] > DEAR_LAUNCH:
+        why = "A launch takes 2 to 5 us on most machines, more in some virtual ones: a step launches thousands"
+        remedy = "Larger batches launch no more; speed.compile launches less. Predictions count with it"
+    elif min(link) < SLOW_LINK:
+        why = "16 lanes of PCI Express 3 copy 12 GB/s: streamed weights and offloaded inputs wait for the link"
+        remedy = "Put the card into the slot with the most lanes. Predictions count with it"
+    yield Finding("host", WARNING if why else OK, value, why, remedy)
 
 
 def bf16(machine: Machine) -> Iterator[Finding]:

@@ -154,12 +154,15 @@ def int8_facts() -> Json:
     return {"why_not": reason, "triton": None if reason else version("triton")}
 
 
-def core_facts() -> Json:
-    """Return the processor, and the seconds by which its cores compare."""
-    from simpletune.estimate.timing.host_probes import core_seconds
+def host_facts() -> Json:
+    """Return the processor, and what ``measure_host`` finds of the machine."""
+    import torch
+
+    from simpletune.estimate.timing.host_probes import measure_host
     from simpletune.system.environment import cpu_name
 
-    return {"processor": cpu_name(), "seconds": core_seconds()}
+    found = measure_host(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return {"processor": cpu_name(), **found.model_dump()}
 
 
 QUESTIONS: dict[str, Callable[[], Json]] = {
@@ -168,7 +171,7 @@ QUESTIONS: dict[str, Callable[[], Json]] = {
     "optimum-quanto": quanto_facts,
     "pinned memory": pinned_facts,
     "int8 products": int8_facts,
-    "core": core_facts,
+    "host": host_facts,
 }
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from simpletune.engine.memory.cuda_libraries import attention_kernel
-from simpletune.estimate.timing.speeds import ITEM, LINK, SCALES, Extents
+from simpletune.estimate.timing.speeds import ITEM, LINK, SCALES, Extents, HostSpeeds
 from simpletune.system.gpus import CARDS, Card, cards_like
 
 # TFLOP/s of large products in 16 bits and in fp32 by torch, measured by others: github.com/zzc0721/
@@ -57,8 +57,8 @@ HOST = {
     "operation": 9.7e-6, "view": 3.4e-6, "recorded": 1.1e-6, "backward": 20e-6, "module": 2.6e-6, "function": 10e-6,
     "function_backward": 11e-6, "recomputed": 34e-6, "kernel": 32e-6,
 }  # fmt: skip
-CORE = 1.32e-4  # seconds of host_probes.core_seconds on that core
-LAUNCH = 2.5e-6  # the driver's part of each kernel's launch: 2 to 3 us; assumed
+CORE = 1.4e-4  # seconds of host_probes.core_seconds on that core: 1.06 times the 1.32e-4 of its least loop
+LAUNCH = 2.5e-6  # the driver's part of each kernel's launch: 2 to 3 us; assumed where it was not measured
 TWICE_READ = {
     "norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "group_norm": 1.5, "group_norm_backward": 1.5,
     "unpack_nf4": 1.5,
@@ -70,16 +70,18 @@ class DatasheetSpeeds:
     """Speeds of a card by its data sheet; an L4's if only the card's memory is known.
 
     Args:
-        core: ``host_probes.core_seconds`` of the host; None: it is not known.
+        host: what was measured of the machine that holds the card; None: it is not known.
     """
 
     cuda = True
     rates: Mapping[str, float] = {}  # no single figure is known: curves and shares of the data sheet's rates serve
 
-    def __init__(self, card: Card, core: float | None = None):
-        self.card, self.core = card, core
-        self._host = 1.0 if core is None else core / CORE
-        self.launch = self._host * LAUNCH
+    def __init__(self, card: Card, host: HostSpeeds | None = None):
+        self.card, self.measured = card, host
+        self._host = 1.0 if host is None else host.core / CORE
+        self.launch = self._host * LAUNCH if host is None or host.launch is None else host.launch
+        to_device, to_host = (None, None) if host is None else (host.to_device, host.to_host)
+        self._link = {"to_device": to_device or card.link, "to_host": to_host or card.link}
         self.is_known = card.tflops is not None
         self._rate, self._fp32 = (rate * 1e12 for rate in products_of(card))
         self._bandwidth = (card.bandwidth or UNKNOWN_BANDWIDTH) * 1e9 * OF_BANDWIDTH
@@ -92,7 +94,7 @@ class DatasheetSpeeds:
     def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
         """Predict the seconds of one kernel."""
         if kind in LINK:
-            return KERNEL + extents[0] / (self.card.link * 1e9)
+            return KERNEL + extents[0] / (self._link[kind] * 1e9)
         if kind == "bias":  # part of the product's kernel
             return 0.0
         if kind == "each":

@@ -44,6 +44,7 @@ ANSWERS = {
     "bitsandbytes": {"version": "0.50.2", "cuda": True},
     "optimum-quanto": {"version": "0.2.7"},
     "pinned memory": {"pinned": 2**28},
+    "host": {"processor": "AMD EPYC", "core": 1.4e-4, "launch": 3e-6, "to_device": 24.5, "to_host": 23.0},
     "int8 products": {"why_not": None, "triton": "3.7.1"},
 }
 STEPS = {
@@ -225,6 +226,14 @@ WRONG = {
         checks.card, torch_is(devices=[{**L4, "free": 10 * GIB}]) | smi(0, "580.1, NVIDIA L4"), WARNING,
         r"10.0 GiB of 22.5 GiB free .* python \(process 77, 9000 MiB\)",
     ),
+    "a virtual machine": (
+        checks.host, answer("host", **{**ANSWERS["host"], "launch": 29e-6}), WARNING,
+        r"AMD EPYC, 140 us a loop; 29.0 us a launch; 24.5 GB/s to the card, 23.0 back .* launches thousands",
+    ),
+    "a slow link": (
+        checks.host, answer("host", **{**ANSWERS["host"], "to_host": 3.0}), WARNING, "3.0 back .* with the most lanes",
+    ),
+    "a card that cannot be timed": (checks.host, answer("host", error="RuntimeError: CUDA"), WARNING, "is unknown"),
     "a card without bf16": (checks.bf16, torch_is(devices=[T4]), WARNING, r"no \(sm_75\)"),
     "a V100": (checks.bf16, torch_is(devices=[V100]), WARNING, r"sm_70.*CUDA 12\.6"),
     "no bitsandbytes": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,11 +38,11 @@ from simpletune.estimate.timing.constants import (
     write_constants,
 )
 from simpletune.estimate.timing.datasheet import CORE, LAUNCH, DatasheetSpeeds
-from simpletune.estimate.timing.host_probes import core_seconds
+from simpletune.estimate.timing.host_probes import core_seconds, launch_seconds, measure_host
 from simpletune.estimate.timing.larger_batch import LargerBatch, find_larger_batch, scaled_bytes, scaled_sections
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.sections import COMPUTE, KernelWork, StreamWork
-from simpletune.estimate.timing.speeds import CalibratedSpeeds
+from simpletune.estimate.timing.speeds import CalibratedSpeeds, HostSpeeds
 from simpletune.estimate.timing.stopwatch import Call
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.flops import trained_of
@@ -367,11 +368,56 @@ def test_a_range_folds_the_device_s_factors_with_those_of_other_machines_cores()
 
 def test_a_core_that_was_timed_scales_the_host_s_part_and_narrows_its_range() -> None:
     launches = [StreamWork(COMPUTE, "forward", "", host=Counter(operation=1000))]
-    slow, ours = DatasheetSpeeds(L4, 2 * CORE), DatasheetSpeeds(L4)
+    slow, ours = DatasheetSpeeds(L4, HostSpeeds(core=2 * CORE)), DatasheetSpeeds(L4)
     step = step_seconds(launches, slow)
     assert step.seconds == pytest.approx(2 * step_seconds(launches, ours).seconds) and slow.launch == 2 * LAUNCH
     assert step_range(launches, slow, step) == pytest.approx(THIS_CORE)
     assert 0.1 * CORE < core_seconds() < 20 * CORE
+    alone = measure_host(torch.device("cpu"))
+    assert alone.launch is alone.to_device is alone.to_host is None and 0.1 * CORE < alone.core < 20 * CORE
+
+
+def test_a_core_s_seconds_count_what_other_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of the loops would not see it."""
+    clock = iter([at for loop in range(51) for at in (0.0, 1e-4 if loop % 2 else 3e-4)])
+    monkeypatch.setattr("time.thread_time", lambda: next(clock))
+    assert core_seconds() == pytest.approx(2e-4)
+
+
+def test_a_measured_launch_and_link_replace_those_of_the_card() -> None:
+    host = HostSpeeds(core=2 * CORE, launch=30e-6, to_device=12.0, to_host=6.0)
+    here, there = DatasheetSpeeds(L4, host), DatasheetSpeeds(L4)
+    assert here.launch == 30e-6, "not scaled by the core: it was measured on it"
+    size = (2**30,)
+    for kind, times in (("to_device", L4.link / 12), ("to_host", L4.link / 6)):
+        assert here.seconds(kind, "bytes", size) == pytest.approx(times * there.seconds(kind, "bytes", size), rel=1e-3)
+
+
+def test_a_launch_s_seconds_are_those_beyond_a_call_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = torch.ones
+
+    class OnTheCard:
+        def mul_(self, factor: float) -> None:
+            x.mul_(factor)
+            end = time.perf_counter() + 200e-6
+            while time.perf_counter() < end:
+                pass
+
+    def ones(size: int, device: torch.device) -> object:
+        return OnTheCard() if device.type == "cuda" else honest(size)
+
+    x = honest(1)
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert 190e-6 < launch_seconds(torch.device("cuda")) < 2e-3
+
+
+@pytest.mark.dry
+def test_a_simulated_card_s_host_is_measured() -> None:
+    """Its launches cost next to nothing."""
+    found = measure_host(torch.device("cuda"))
+    assert found.launch is not None and found.launch < 5e-6 and found.to_device and found.to_host
+    assert torch.cuda.memory_allocated() == 0
 
 
 def test_the_driver_s_part_of_a_launch_is_added_where_it_was_not_measured() -> None:
