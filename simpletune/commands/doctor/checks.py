@@ -24,6 +24,7 @@ DRIVERS = {13: 580, 12: 525}  # oldest driver of each CUDA version that torch is
 LITTLE_FREE = 0.9  # share of the device memory; less free memory means others use a lot
 PRECISIONS = ("bf16", "int8", "nf4", "fp32")  # of the training steps
 DEAR_LAUNCH, SLOW_LINK = 10e-6, 5.0  # seconds; GB/s
+SLOW_PRODUCT = 0.5  # times the expected rate; a laptop's card may have less power than expected
 ALLOWED, ALLOWED_MIB = 0.05, 64.0  # a measured peak may exceed the prediction by the larger of both
 OF_WINDOWS = (
     "WSL takes half of the computer's memory unless .wslconfig in your Windows user folder says more, such as "
@@ -411,6 +412,28 @@ def card(machine: Machine) -> Iterator[Finding]:
         f"Other programs use it: {users or 'nvidia-smi names none'}",
         "End them, or leave room for them: simpletune estimate CONFIG --reserve GIB",
     )
+
+
+def product(machine: Machine) -> Iterator[Finding]:
+    """Check whether a large product runs at the rate of such a card."""
+    if not machine.ask("torch").get("devices"):
+        return
+    found = machine.ask("product")
+    if "error" in found:
+        why = "Its other computations will fail, too"
+        yield Finding("product", PROBLEM, found["error"], why, "See driver and torch above, or report it")
+        return
+    value = f"{found['tflops']:.3g} TFLOP/s in {found['dtype']}"
+    if found["expected"] is None:
+        yield Finding("product", OK, f"{value}; no figure is known for this card")
+        return
+    value += f", {found['expected']:.3g} expected of such a card"
+    why = remedy = ""
+    if found["tflops"] < SLOW_PRODUCT * found["expected"]:
+        why = "The card computes much slower than others of its kind"
+        remedy = "End other programs on it (nvidia-smi), and look at its power limit and temperature (nvidia-smi -q -d "
+        remedy += "POWER,TEMPERATURE,PERFORMANCE). " + OTHER_BUILD
+    yield Finding("product", WARNING if why else OK, value, why, remedy)
 
 
 def host(machine: Machine) -> Iterator[Finding]:

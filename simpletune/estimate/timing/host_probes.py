@@ -113,22 +113,24 @@ def launch_seconds(device: torch.device) -> float:
 
 
 def link_rates(device: torch.device) -> tuple[float, float]:
-    """Measure the GB/s of copies from pinned memory to the card, and back: the better of two."""
+    """Measure the GB/s of copies from pinned memory to the card, and back."""
     there = torch.empty(COPIED, dtype=torch.uint8, device=device)
     here = copy_to_pinned(torch.empty(COPIED, dtype=torch.uint8))
+    to_device = device_seconds(device, lambda: there.copy_(here, non_blocking=True))
+    return COPIED / 1e9 / to_device, COPIED / 1e9 / device_seconds(device, lambda: here.copy_(there, non_blocking=True))
 
-    def rate(target: Tensor, source: Tensor) -> float:
-        seconds = []
-        for _ in range(2):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            target.copy_(source, non_blocking=True)
-            end.record()
-            torch.cuda.synchronize(device)
-            seconds.append(max(begin.elapsed_time(end) / 1e3, 1e-7))
-        return COPIED / 1e9 / min(seconds)
 
-    return rate(there, here), rate(here, there)
+def device_seconds(device: torch.device, call: Call) -> float:
+    """Measure the card's seconds for a call that is long beside its launch: the better of two."""
+    found = []
+    for _ in range(2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(device)
+        found.append(max(begin.elapsed_time(end) / 1e3, 1e-7))
+    return min(found)
 
 
 def core_seconds() -> float:

@@ -415,9 +415,9 @@ def test_a_launch_s_seconds_are_those_beyond_a_call_on_the_processor(monkeypatch
 @pytest.mark.dry
 def test_a_simulated_card_s_host_is_measured() -> None:
     """Its launches cost next to nothing."""
-    found = measure_host(torch.device("cuda"))
+    before, found = torch.cuda.memory_allocated(), measure_host(torch.device("cuda"))
     assert found.launch is not None and found.launch < 5e-6 and found.to_device and found.to_host
-    assert torch.cuda.memory_allocated() == 0
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_the_driver_s_part_of_a_launch_is_added_where_it_was_not_measured() -> None:
