@@ -56,6 +56,7 @@ UNKNOWN_BANDWIDTH, UNKNOWN_MULTIPROCESSORS = 300.0, 58  # an L4's
 HOST = {
     "operation": 9.7e-6, "view": 3.4e-6, "recorded": 1.1e-6, "backward": 20e-6, "module": 2.6e-6, "function": 10e-6,
     "function_backward": 11e-6, "recomputed": 34e-6, "kernel": 32e-6,
+    "tuned": 32e-6,
 }  # fmt: skip
 CORE = 1.4e-4  # seconds of host_probes.core_seconds on that core: 1.06 times the 1.32e-4 of its least loop
 LAUNCH = 2.5e-6  # the driver's part of each kernel's launch: 2 to 3 us; assumed where it was not measured

@@ -106,7 +106,7 @@ class CalibratedSpeeds:
     def host(self, what: str) -> float:
         """Return the host's overhead in seconds; on a CPU, the operation itself is the device's part."""
         each = self.constants.host
-        if what == "kernel":  # not measured yet
+        if what in ("kernel", "tuned"):  # not measured yet
             what = "operation"
         if self.cuda:
             in_a_loop = each.get(what, 0.0)

@@ -163,6 +163,20 @@ def kernel(kind: str, *extents: int) -> KernelWork:
     return KernelWork(kind, "bf16", extents)
 
 
+def test_kernels_that_python_launches_are_tasks_of_their_own(tiny_config: dict, simulate_once: Callable) -> None:
+    def tasks(**precision: str) -> Counter[str]:
+        found: Counter[str] = Counter()
+        options = {"weights": "int8", **precision}
+        report = simulate_once(validate(tiny_config | {"precision": options, "train": {"steps": 1}}, "x"))
+        for each in report.sections:
+            found.update(each.host)
+        return found
+
+    plain = tasks()
+    assert tasks(products="int8")["tuned"] > 0 == plain["tuned"]
+    assert tasks(weights="nf4")["kernel"] > plain["kernel"]
+
+
 def test_a_larger_batch_scales_everything_but_the_weights() -> None:
     passes = {kernel("product_tn", 64, 32, 96): 2, kernel("attention", 6, 128, 128, 16): 1, kernel("each", 5, 40): 1}
     kept = {kernel("unpack_nf4", 100): 1, kernel("to_device", 70): 1}
