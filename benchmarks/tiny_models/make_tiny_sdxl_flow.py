@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.tiny_models import make_tiny_sd3
 
-BASE, LORA = Path("configs/tiny_sdxl_flow.json"), Path("configs/demo_sdxl.json")
+BASE, LORA = Path("configs/more/tiny_sdxl_flow.json"), Path("configs/demo_sdxl.json")
 IMAGES = 1_536
 
 

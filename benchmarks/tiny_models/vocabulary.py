@@ -15,7 +15,7 @@ T5_LENGTH = 512
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 
 
-def clip_merges(words: Iterable[str]) -> list[tuple[str, str]]:
+def merges_of(words: Iterable[str], end: str = END_OF_WORD) -> list[tuple[str, str]]:
     """Compute byte-pair merges, in order of rank, that make each word one token.
 
     Each word is first merged by the earlier words' merges, then joined from the left. Merges added later rank lower, so
@@ -23,10 +23,11 @@ def clip_merges(words: Iterable[str]) -> list[tuple[str, str]]:
 
     Args:
         words: Lower-case ASCII letters only.
+        end: What the last letter of a word has behind it, in CLIP's vocabulary.
     """
     merges: dict[tuple[str, str], int] = {}
     for word in words:
-        pieces = _merged([*word[:-1], word[-1] + END_OF_WORD], merges)
+        pieces = _merged([*word[:-1], word[-1] + end], merges)
         while len(pieces) > 1:
             merges.setdefault((pieces[0], pieces[1]), len(merges))
             pieces = [pieces[0] + pieces[1], *pieces[2:]]
@@ -55,7 +56,7 @@ def write_clip(folder: Path, words: Iterable[str]) -> None:
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
-    merges = clip_merges(words)
+    merges = merges_of(words)
     alphabet = sorted(ByteLevel.alphabet())
     tokens = [BOS, EOS, *alphabet, *(letter + END_OF_WORD for letter in alphabet), *(a + b for a, b in merges)]
     tokens = list(dict.fromkeys(tokens))  # different merges may produce the same token

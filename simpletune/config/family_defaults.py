@@ -12,10 +12,11 @@ FLOW: str = Flow.model_fields["name"].default
 
 def family_defaults(family: Family) -> dict[str, dict[str, object]]:
     """Return the defaults that depend on the family, by section and field."""
+    words = family.words
     return {
         "objective": {"name": family.objectives[0]},
-        "data": {"resolution": family.words.resolution},
-        "validation": {"guidance": family.words.guidance, "negative_prompt": family.words.negative_prompt},
+        "data": {"resolution": words.resolution},
+        "validation": {"guidance": words.guidance, "negative_prompt": words.negative_prompt, "steps": words.steps},
     }
 
 

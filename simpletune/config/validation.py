@@ -48,10 +48,10 @@ class Validation(Option):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     """Seed of the initial noise; prompt number n uses seed + n."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 20
-    """Number of sampling steps."""
+    """Number of sampling steps. Default: 20, for FLUX.2 klein 50."""
     guidance: Annotated[float, Field(ge=1)] = 4.5
     """Classifier-free guidance scale; 1 disables guidance. Default: 4.5 for SD3, 5 for SDXL, 7.5 for SD 1.5 and
-    2."""
+    2, 4 for FLUX.2 klein."""
     width: Annotated[int, Field(ge=STEP)] | None = None
     """Width in pixels; null: the training resolution."""
     height: Annotated[int, Field(ge=STEP)] | None = None

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from benchmarks.__main__ import GRIDS, name_of
 from benchmarks.__main__ import parser as grids_parser
 from simpletune.apps.cli import main as command_line
-from simpletune.apps.cli.main import FORMER_VERBS, VERB_GROUPS, VERBS, main, parse
+from simpletune.apps.cli.main import VERB_GROUPS, VERBS, main, parse
 from simpletune.config.load import read_config
 from simpletune.estimate.timing import calibrate, composite, host_probes, stopwatch
 from simpletune.estimate.timing.probes import TimingProbe
@@ -227,7 +227,7 @@ def test_the_help_groups_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_verbs_within_sentences_exist(page: str) -> None:
-    assert inline_verbs(page) <= {*VERBS, *FORMER_VERBS}
+    assert inline_verbs(page) <= {*VERBS}
 
 
 def test_the_readme_is_short_and_the_index_names_every_page() -> None:

@@ -34,23 +34,15 @@ from simpletune.stages.step.attention import attention_calls
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.options import ConfigError, UserError
 
-METHODS: dict[str, dict[str, Any]] = {
-    "lora": {"method": "lora", "rank": 2}, "lokr": {"method": "lokr"}, "full": {"method": "full"},
+LORA: dict[str, Any] = {"adapter": {"method": "lora", "rank": 2}}
+DRAWN: dict[str, Any] = {
+    "train": {"batch_size": 3}, "validation": {"prompts": ["a dot"], "every": 4, "steps": 2},
 }  # fmt: skip
-STREAMED, PLAN = {"resident_blocks": 1, "checkpointing": "all"}, {"modulation": "plan", "modulation_window": 3}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": ("lora", {"train": {"batch_size": 3}, "validation": {"prompts": ["a dot"], "every": 4, "steps": 2}}),
-    "lokr": ("lokr", {}),
-    "full": ("full", {}),
-    "int8-streamed": ("lora", {"precision": {"weights": "int8"}, "memory": STREAMED, "train": {"batch_size": 3}}),
-    "nf4-plan": ("lora", {"precision": {"weights": "nf4"}, "memory": PLAN}),
-    "int8-streamed-plan": ("lokr", {"precision": {"weights": "int8"}, "memory": STREAMED | PLAN}),
-    "full-streamed": (
-        "full",
-        {"memory": STREAMED | {"optimizer_in_backward": True}, "train": {"clip": "per_parameter"}},
-    ),
-}
-"""The method, and what else differs."""
+STREAMED: dict[str, Any] = {
+    "adapter": {"method": "lokr"}, "precision": {"weights": "int8"},
+    "memory": {"resident_blocks": 1, "checkpointing": "all", "modulation": "plan", "modulation_window": 3},
+}  # fmt: skip
+"""What klein's tests do not say of it: prompts of their own lengths, with a mask."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,9 +65,9 @@ def config(tiny_config: dict, pipeline: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_trains_and_resumes_to_the_bit(case: str, config: dict[str, Any]) -> None:
-    data = of_case(config, CASES[case])
+@pytest.mark.parametrize("case", [LORA | DRAWN, STREAMED], ids=["drawn", "streamed"])
+def test_it_trains_and_resumes_to_the_bit(case: dict[str, Any], config: dict[str, Any]) -> None:
+    data = merged(config, **case)
     whole = run_with(data)
     assert all(math.isfinite(row["loss"]) for row in read_metrics(whole))
     before, after = saved_weights(whole, 2), saved_weights(whole, 4)
@@ -86,61 +78,11 @@ def test_it_trains_and_resumes_to_the_bit(case: str, config: dict[str, Any]) -> 
         assert len(list((whole / "samples").rglob("*.png"))) >= 1
         card = (whole / "README.md").read_text()  # whose pipeline takes no negative prompt
         assert "Flux2KleinPipeline" in card and "guidance_scale=4.0" in card and "negative_prompt" not in card
-    if case == "full":
-        theirs = Flux2Transformer2DModel.from_pretrained(whole / "transformer", local_files_only=True)
-        torch.testing.assert_close(dict(theirs.named_parameters()), after, rtol=0, atol=0)
 
 
-NETWORKS: dict[str, Any] = {"checkpointing": "all", "feed_forward": "alone", "keep_attention": "all"}
-
-
-@pytest.mark.parametrize("memory", [STREAMED, PLAN, NETWORKS], ids=["streamed", "plan", "networks"])
-def test_levers_leave_its_losses(memory: dict[str, Any], config: dict[str, Any]) -> None:
-    def losses(**memory: object) -> list[float]:
-        run = run_with(config, memory=memory, train={"batch_size": 2}, checkpoint={"every": None})
-        return [row["loss"] for row in read_metrics(run)]
-
-    assert losses(**memory) == pytest.approx(losses(checkpointing="all"), rel=1e-5)
-
-
-KEPT: dict[str, Any] = {"checkpointing": "all"}
-PRODUCT = [
-    pytest.param(method, weights, memory, marks=pytest.mark.slow)
-    for method in METHODS
-    for weights in ("bf16", "int8", "nf4")
-    for memory in (KEPT, STREAMED, PLAN, STREAMED | PLAN)
-    if method != "full" or (weights, memory) == ("bf16", KEPT)  # the levers and precisions are for frozen weights
-]
-
-
-@pytest.mark.parametrize(("method", "weights", "memory"), PRODUCT)
-def test_every_method_with_every_precision_and_lever(
-    method: str, weights: str, memory: dict[str, Any], config: dict[str, Any]
-) -> None:
-    data = merged(config | {"adapter": METHODS[method]}, precision={"weights": weights}, memory=memory)
-    data["train"] = {"steps": 2, "batch_size": 2}
-    assert all(math.isfinite(row["loss"]) for row in read_metrics(run_with(data)))
-    assert_same_bytes(validate(data, "product"))
-
-
-ESTIMATED: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": ("lora", {}),
-    "two": ("lora", {"train": {"batch_size": 2}}),
-    "full": ("full", {}),
-    "nf4": ("lora", {"precision": {"weights": "nf4"}, "memory": {"checkpointing": "all"}}),
-    "int8-streamed-plan": CASES["int8-streamed-plan"],
-    "boundaries": ("lora", {"memory": {"offload_checkpoint_inputs": True, "checkpointing": "all"}}),
-}
-
-
-def of_case(config: dict[str, Any], case: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-    method, changes = case
-    return merged(config | {"adapter": METHODS[method]}, **changes)
-
-
-@pytest.mark.parametrize("case", ESTIMATED)
-def test_its_step_takes_the_same_bytes_real_and_fake(case: str, config: dict[str, Any]) -> None:
-    assert_same_bytes(validate(of_case(config, ESTIMATED[case]), case))
+@pytest.mark.parametrize("case", [LORA | {"train": {"batch_size": 2}}, STREAMED], ids=["two", "streamed"])
+def test_its_step_takes_the_same_bytes_real_and_fake(case: dict[str, Any], config: dict[str, Any]) -> None:
+    assert_same_bytes(validate(merged(config, **case), "bytes"))
 
 
 def test_its_other_stages_take_the_same_bytes_real_and_fake(config: dict[str, Any]) -> None:
@@ -346,21 +288,3 @@ def test_the_commands_know_it(
     assert "Made-up" in said and "ComfyUI    untested; how it reads LoRAs for Made-up is not known" in said
     assert main(["init", images, "--model", str(pipeline), "--out", str(tmp_path / "init.json"), "--yes"]) == 2
     assert "is a Made-up model, and no configuration for those ships" in capsys.readouterr().err
-
-
-@pytest.mark.data
-def test_the_real_tokenizer_reads_prompts_as_the_tiny_one(real_data: Path, pipeline: Path) -> None:
-    encoder = made_up.QwenEncoder("qwen3", "tokenizer", "text_encoder", "Qwen3", 512)
-    folder = real_data / "families" / "flux2_klein_config" / "tokenizer"
-    real, tiny = encoder.read_tokenizer(folder), encoder.read_tokenizer(pipeline / "tokenizer")
-    for prompt in ("a red dot", "", " Zwei Zeilen\nund ein 🐕 "):
-        assert encoder.text(real, prompt) == encoder.text(tiny, prompt)
-    assert encoder.counts(real, ["a red dot"]) == [15]
-    for tokenizer, first in ((real, 151643), (tiny, 256)):
-        ids, mask = encoder.tokenize(tokenizer, ["a red dot", ""])
-        assert mask is not None and mask.sum(1).tolist() == encoder.counts(tokenizer, ["a red dot", ""])
-        special = [int(number) - first for number in ids[0] if number >= first]
-        assert special == [
-            made_up.SPECIAL.index(each)
-            for each in ("<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>")
-        ]

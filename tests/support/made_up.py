@@ -8,12 +8,10 @@ What stands here up to ``MadeUp`` is what such a family costs.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_a
 from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
+from benchmarks.tiny_models import tiny_klein
 from simpletune.models.objectives.conventions import FlowConventions, empirical_mu
 from simpletune.models.shared.architecture import Architecture, AttentionShape
 from simpletune.models.shared.autoencoder import Latents
@@ -30,19 +29,17 @@ from simpletune.models.shared.family_files import LoraNames
 from simpletune.models.shared.fused import Fused, Rows
 from simpletune.models.shared.lora_layout import Layout
 from simpletune.models.shared.lora_layout import LoraNames as Names
-from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.modulation import Modulation
 from simpletune.models.shared.words import DiffusersPipeline, Words
-from simpletune.models.text.encoder import EncoderChanges, OpenEncoder, TextEncoder, Tokens
+from simpletune.models.text.encoder import TextEncoder
 from simpletune.models.text.family_text import FamilyText, TextRegion
+from simpletune.models.text.qwen3 import Qwen3Encoder
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from transformers import PreTrainedTokenizerBase
 
     from simpletune.models.shared.conditioning import Conditioning
-    from simpletune.models.shared.parts import Part
 
 TAPS = (1, 3)
 FUSED = {
@@ -57,59 +54,6 @@ DOUBLE = {
 SINGLE = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
 
 
-@dataclass(frozen=True)
-class QwenEncoder(TextEncoder):
-    """A Qwen3, of which two layers' hidden states are read side by side, without its padding."""
-
-    kind: ClassVar[str] = "Qwen3"
-    templated: ClassVar[bool] = True
-
-    def width(self, config: ModelConfig) -> int:
-        return len(TAPS) * int(config["hidden_size"])
-
-    def positions(self, config: ModelConfig) -> int | None:
-        return int(config["max_position_embeddings"])
-
-    def tokenizer_class(self) -> type[PreTrainedTokenizerBase]:
-        from transformers import Qwen2Tokenizer
-
-        return Qwen2Tokenizer
-
-    def text(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-        said = [{"role": "user", "content": prompt}]
-        return str(
-            tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-        )
-
-    def tokenize(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> Tokens:
-        found = tokenizer(
-            [self.text(tokenizer, prompt) for prompt in prompts],
-            padding=True, padding_side="right", max_length=self.length, truncation=True, return_tensors="pt",
-        )  # fmt: skip
-        return Tokens(found.input_ids, found.attention_mask.bool())
-
-    def open(
-        self,
-        part: Part,
-        dtype: torch.dtype,
-        device: torch.device,
-        tokenizer: PreTrainedTokenizerBase,
-        changes: EncoderChanges | None = None,
-    ) -> OpenEncoder:
-        from layered_qwen3 import LayeredQwen3
-
-        return LayeredQwen3(part, dtype, device, changes=changes, taps=TAPS)
-
-    def open_empty(self, part: Part, dtype: torch.dtype, device: torch.device) -> OpenEncoder:
-        from layered_qwen3 import LayeredQwen3
-
-        from simpletune.models.text.layered import EmptyTensors
-
-        opened = LayeredQwen3(part, dtype, device, lambda model: EmptyTensors(model, dtype), taps=TAPS)
-        opened.model.to("meta")
-        return opened
-
-
 class MadeUpText(FamilyText["MadeUp"]):
     """One Qwen3."""
 
@@ -118,7 +62,7 @@ class MadeUpText(FamilyText["MadeUp"]):
 
     @property
     def encoders(self) -> Sequence[TextEncoder]:
-        return (QwenEncoder("qwen3", "tokenizer", "text_encoder", "Qwen3", self.family.text_length),)
+        return (Qwen3Encoder("qwen3", "tokenizer", "text_encoder", "Qwen3", self.family.text_length, taps=TAPS),)
 
     @property
     def tokens(self) -> int:
@@ -284,92 +228,15 @@ class MadeUp(Family):
         return predicted.transpose(1, 2).reshape(b, c, h, w)
 
 
-CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}"
-)
-"""What Qwen3's own template makes of one message, without thinking."""
-SPECIAL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>", "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>",
-    "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>",
-    "<think>", "</think>",
-)  # fmt: skip
-"""Qwen3's special tokens, in the order of their ids, which follow the words'."""
-TRANSFORMER: dict[str, Any] = {
-    "patch_size": 1, "in_channels": 128, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
-    "num_attention_heads": 2, "joint_attention_dim": 64, "timestep_guidance_channels": 32, "mlp_ratio": 3.0,
-    "axes_dims_rope": (4, 4, 4, 4), "rope_theta": 2000, "guidance_embeds": False,
-}  # fmt: skip
-
-
-def build(folder: Path, dtype: str = "fp32", seed: int = 0, **changes: Any) -> Path:
-    """Write a pipeline of random weights in diffusers' layout; ``changes`` are of its transformer."""
-    from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from benchmarks.tiny_models import tiny_sd3
-
-    write_tokenizer(folder / "tokenizer")
-    with tiny_sd3.seeded(seed, 0):
-        text = Qwen3ForCausalLM(Qwen3Config(**QWEN))
-    tiny_sd3.save_model(text, folder / "text_encoder", dtype)
-    with tiny_sd3.seeded(seed, 1):
-        transformer = Flux2Transformer2DModel(**{**TRANSFORMER, **changes})
-    tiny_sd3.save_model(transformer, folder / "transformer", dtype)
-    with tiny_sd3.seeded(seed, 2):
-        vae = AutoencoderKLFlux2(block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4)
-        vae.bn.running_mean.normal_()
-        vae.bn.running_var.uniform_(0.5, 2.0)
-    tiny_sd3.save_model(vae, folder / "vae", dtype)
-    FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True).save_pretrained(folder / "scheduler")
-    parts = {
-        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
-        "text_encoder": ("transformers", "Qwen3ForCausalLM"),
-        "tokenizer": ("transformers", "Qwen2TokenizerFast"),
-        "transformer": ("diffusers", "Flux2Transformer2DModel"),
-        "vae": ("diffusers", "AutoencoderKLFlux2"),
-    }
-    index = {"_class_name": "Flux2KleinPipeline", "_diffusers_version": "0.37.0.dev0", **parts}
-    (folder / "model_index.json").write_text(json.dumps(index))
-    return folder
-
-
-QWEN: dict[str, Any] = {
-    "vocab_size": 256 + len(SPECIAL), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Write Qwen3's tokenizer with the 256 bytes as its only words."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    folder.mkdir(parents=True)
-    alphabet = sorted(ByteLevel.alphabet())
-    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(alphabet)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    added = {
-        str(len(alphabet) + number): {
-            "content": word, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
-            "special": word.startswith("<|") and "fim" not in word,
-        }
-        for number, word in enumerate(SPECIAL)
-    }  # fmt: skip
-    settings = {
-        "added_tokens_decoder": added, "model_max_length": 131072, "tokenizer_class": "Qwen2Tokenizer",
-        "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None, "unk_token": None,
-        "add_prefix_space": False, "add_bos_token": False, "errors": "replace", "split_special_tokens": False,
-    }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "chat_template.jinja").write_text(CHAT)
+def build(folder: Path) -> Path:
+    """Write a pipeline of random weights in diffusers' layout."""
+    return tiny_klein.build(folder, text={"num_hidden_layers": 4}, joint_attention_dim=64)
 
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Add the family to the union and to what is computed from it; in a release it would stand in families.py."""
+    """Put the family in klein's place, whose class and layers it has, in the union and what is computed from it; in a
+    release it would stand in families.py."""
     import simpletune.adapters.files.header  # noqa: F401  they keep what is changed here from their import on
     import simpletune.adapters.files.starting_point  # noqa: F401
     import simpletune.adapters.files.updates  # noqa: F401
@@ -382,13 +249,15 @@ def registered() -> Iterator[None]:
     changed = FieldInfo.from_annotated_attribute(union, field.default)
     changed.description = field.description
     layouts = cast(dict[Names, Sequence[Layout]], lora_registry.LAYOUTS)
+    klein = usual[-1].lora[0].names
     new = {
-        "FAMILIES": (usual, (*usual, MadeUp())),
+        "FAMILIES": (usual, (*usual[:-1], MadeUp())),
         "TARGETS": (lora_registry.TARGETS, tuple(dict.fromkeys((*lora_registry.TARGETS, *NAMES.targets)))),
         "SHORT": (lora_registry.SHORT, lora_registry.SHORT | dict(NAMES.short)),
     }
     exchange = partial(_exchange, new)
     try:
+        del layouts[klein]
         layouts[NAMES] = LAYOUTS
         exchange(0, 1)
         _set_model(TrainConfig, changed)
@@ -397,6 +266,7 @@ def registered() -> Iterator[None]:
         _set_model(TrainConfig, field)
         exchange(1, 0)
         del layouts[NAMES]
+        layouts[klein] = usual[-1].lora
 
 
 def _exchange(values: Mapping[str, tuple[object, object]], old: int, new: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from simpletune.adapters.files.detect_model import TEXT_ALONE
 from simpletune.adapters.files.header import LoraHeader, Module, adapter_words, not_read
-from simpletune.adapters.files.keys import DECOMPOSED, DOHA, DOKR, DORA, LORA, OFT
+from simpletune.adapters.files.keys import DECOMPOSED, DOHA, DOKR, DORA, LOKR, LORA, OFT
 from simpletune.adapters.text.embedding_files import SINGLE, Keys
 from simpletune.models.families import FAMILIES
 from simpletune.models.shared.lora_layout import (
@@ -182,6 +182,10 @@ FACTS: Mapping[Fact, Callable[[LoraHeader], str | None]] = {
     Fact.KEY_WITHOUT_LORA: lambda header: next(
         (name for name in header.names if "lora" not in name and name not in header.bundled), None
     ),
+    Fact.LOKR: lambda header: "" if header.kinds and set(header.kinds) <= {LOKR, DOKR} else None,
+    Fact.OUTSIDE: lambda header: next(
+        (name for name, module in header.modules.items() if any("block" not in layer for layer in module.layers)), None
+    ),
     Fact.TUCKER: _with(MID),
     Fact.ALPHA: _with(ALPHA),
     Fact.NO_ALPHA: lambda header: "" if any(module.alpha is None for module in header.modules.values()) else None,
@@ -197,8 +201,9 @@ FACTS: Mapping[Fact, Callable[[LoraHeader], str | None]] = {
 def _add_text(verdict: ToolSupport, header: LoraHeader, names: LoraNames | None) -> list[Module]:
     """Add which updates of text encoders a tool drops, and return them."""
     own = names.encoders if names else ENCODERS
-    modules, lost = header.text_modules.values(), []
-    for module in modules:
+    modules = header.text_modules.values()
+    lost = [] if own else list(modules)  # a family of which no LoRA updates the text encoders
+    for module in modules if own else ():
         encoder = encoder_with(module.layers[0], own) if module.layers else own[0]
         reads = style_of(module.name) in encoder.read_by[verdict.tool]
         if not reads or verdict.tool == DIFFUSERS and module.kind not in (LORA, DORA):
@@ -209,7 +214,7 @@ def _add_text(verdict: ToolSupport, header: LoraHeader, names: LoraNames | None)
     if lost:
         whole = len(lost) == len(modules) and not header.modules
         verdict.loads = "silently nothing" if whole else "partly"
-        remedy = f"such as {lost[0].name}: export to {own[0].read_by[verdict.tool][0]}"
+        remedy = f"such as {lost[0].name}" + (f": export to {own[0].read_by[verdict.tool][0]}" if own else "")
         verdict.notes.append(f"drops {len(lost)} of {len(modules)} layers of text encoders, {remedy}")
     return lost
 

@@ -270,6 +270,7 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         "parameters": sum(math.prod(header.shapes[key]) for m in whole for key in m.factors.values()),
         "base": base,
         "text_encoders": layers_by_title(text, encoders),
+        "caution": header.caution,
         "not_read": not_read(header),
         "unmatched": header.unmatched,
         "incomplete": header.halves,
@@ -326,6 +327,8 @@ def format_description(about: Json) -> str:
 def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
     yield "what", f"{about['method']}, {about['layout_title']}, {plural(about['parameters'], 'parameter')}"
     yield "for", f"{about['family']} ({about['family_shown_by']})"
+    if about["caution"]:
+        yield "caution", about["caution"]
     if about["not_read"]:
         yield "names", f"read without {join_names(about['not_read'], LISTED)}"
     if about["base"]:

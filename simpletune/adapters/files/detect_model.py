@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from simpletune.adapters.files.keys import layout_of, split_key
+from simpletune.models.families import FAMILIES
 from simpletune.models.lora_registry import LAYOUTS
 from simpletune.models.shared.lora_layout import DOWN, LoraNames
 from simpletune.models.shared.recognise import JOINT, LORAS, matches
@@ -92,18 +93,31 @@ def family_of_lora(
     prefixes = tuple({layout.prefix for layouts in LAYOUTS.values() for layout in layouts} - {""})
     groups = [[m for m in modules if m.startswith(prefix)] for prefix in sorted(prefixes)]
     groups.append([m for m in modules if not m.startswith(prefixes)])
-    fitting = [layout for group in groups if (layout := layout_of(group)) and any(map(layout.layers, group))]
-    certain = {layout.names for layout in fitting if any(layout.names.shows(module, 0) for module in modules)}
-    known = {each.title for each in LAYOUTS}
-    for kind, key in () if certain else matches([each for each in LORAS if each.title not in known], shapes):
-        return Detected(kind.title, key)
-    for family in dict.fromkeys(layout.names for layout in fitting):
+    kind, shown = next(matches(LORAS, shapes), (None, ""))
+    named = {names for names in LAYOUTS if _says(metadata, names) or kind and kind.title == names.title}
+    layouts = ((group, layout_of(group, families=named)) for group in groups)
+    fitting = [layout for group, layout in layouts if layout and any(map(layout.layers, group))]
+    own = dict.fromkeys(layout.names for layout in fitting)
+    certain = any(names in named or any(names.shows(module, 0) for module in modules) for names in own)
+    for family in own if certain or kind is None else ():
         if found := family.published(shapes, {name: role for name, (_, role) in roles.items()}):
             return Detected(*found, (family,))
+    if kind is not None:
+        return Detected(kind.title, shown)
     widths = (shapes[name][1] for name, (_, role) in roles.items() if role == DOWN and len(shapes[name]) > 1)
     if (width := next((width for width in widths if width in JOINT), None)) is not None and fitting:
         return Detected(JOINT[width], f"attention of width {width} under names that {fitting[0].names.title} also uses")
     return Detected(UNKNOWN, names[0] if names else "no keys")
+
+
+def _says(metadata: Mapping[str, str], names: LoraNames) -> bool:
+    """Return whether a file's header names a published model of a family, or has the configuration of a run on one."""
+    fields = [(field, metadata[field]) for field in ARCHITECTURE_FIELDS if field in metadata]
+    config = metadata.get("simpletune_config", "")
+    own = (family.family for family in FAMILIES if family.lora[0].names is names)
+    return any(f'"family":"{family}"' in config for family in own) or any(
+        model.get(field) == value for field, value in fields for model in names.header.values()
+    )
 
 
 def _first(pattern: str, names: list[str]) -> str | None:

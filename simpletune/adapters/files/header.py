@@ -231,6 +231,13 @@ class LoraHeader:
                 raise UserError(f"{beside} is not JSON. {DAMAGED}") from None
         return None
 
+    @property
+    def caution(self) -> str | None:
+        """What is known to be wrong with the file by its header (``LoraNames.caution``)."""
+        targets = (self.settings or {}).get("target_modules")
+        listed = [each for each in targets if isinstance(each, str)] if isinstance(targets, list) else []
+        return self.family.names[0].caution(listed) if self.family.names else None
+
     def scale(self, module: Module) -> float:
         """Return the scale of a module: its own alpha / rank, otherwise the header's, otherwise 1."""
         rank = self.rank(module)

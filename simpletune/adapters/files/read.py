@@ -39,6 +39,8 @@ def read_lora(file: Path | LoraHeader) -> dict[str, Update]:
     header = file if isinstance(file, LoraHeader) else open_lora(file)
     if words := not_read(header):
         say(f"lora    {header.file.name}: names read without {join_names(words, LISTED)}")
+    if header.caution:
+        say(f"lora    {header.file.name} {header.caution}")
     found: dict[str, Update] = {}
     try:
         opened = safe_open(header.file, framework="pt")

@@ -25,6 +25,7 @@ from simpletune.commands.importers.translation import (
     boolean,
     number,
     refuse,
+    refuse_references,
     take_family_of_base,
     trainer_tables,
     whole_number,
@@ -251,6 +252,9 @@ def _data_sets(general: Translation) -> list[Translation]:
     trigger = general.read("trigger_word", as_text)
     found: list[Translation] = []
     for index, row in enumerate(rows):
+        for key in row:
+            if key.startswith("control_path"):
+                refuse_references(general, f"datasets[{index}].{key}", row[key])
         source = Translation(row, tables["defaults_data"], f"datasets[{index}].", f"data.sources.{index}.")
         source.set("path", "")
         source.by_table(tables["options_data"])

@@ -17,6 +17,7 @@ from simpletune.commands.importers import (
     kohya,
     kohya_ss,
     lora_easy_scripts,
+    musubi_tuner,
     onetrainer,
     simpletuner,
 )
@@ -45,6 +46,7 @@ TOOLS = {
     tool.TITLE: tool
     for tool in (simpletuner, kohya_ss, kohya, lora_easy_scripts, onetrainer, ai_toolkit, diffusers_scripts)
 }
+READERS = TOOLS | {musubi_tuner.TITLE: musubi_tuner}  # which reads one of its trainer's models
 KNOWN = ", ".join([*TOOLS][:-1]) + " or " + [*TOOLS][-1]
 LISTS: dict[Listed, str] = {
     "left out": ", which the result lacks",
@@ -154,8 +156,8 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
         tool = form_of(settings)
         if tool is None:
             raise UserError(f"{file} is no configuration of {KNOWN}. simpletune's own configurations need no import")
-        refuse_by_table(TOOLS[tool].flatten(settings), trainer_tables(TOOLS[tool].NAME))
-        general, sources = TOOLS[tool].translate(settings, file.parent, data)
+        refuse_by_table(READERS[tool].flatten(settings), trainer_tables(READERS[tool].NAME))
+        general, sources = READERS[tool].translate(settings, file.parent, data)
         _take_tokenizers(general, file.parent)
         config = _assemble(general, sources, file)
     except Unsupported as error:
@@ -173,6 +175,8 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
 
 def form_of(settings: Json) -> str | None:
     """Recognise the trainer by the keys of its configuration; None for an unknown format."""
+    if musubi_tuner.is_klein(settings):
+        return musubi_tuner.TITLE
     _refuse_musubi_tuner(settings)
     if lora_easy_scripts.is_preset(settings):
         return lora_easy_scripts.TITLE

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from simpletune.commands.importers.command_lines import listed
 from simpletune.commands.importers.common_options import (
@@ -138,6 +139,15 @@ DEFAULT_SIZE = {"resolution": [512, 512], "enable_bucket": False}
 FLAGS = {"w": "width", "h": "height", "d": "seed", "l": "scale", "s": "sample_steps", "n": "negative_prompt"}
 
 
+class Variant(NamedTuple):
+    """What another trainer whose options are mostly those of kohya's scripts has of its own."""
+
+    model: Callable[[Translation], str]
+    """Translates model, network, precision and noise levels; returns the method."""
+    data_sets: Callable[[Json, Translation], Json]
+    """Returns its data sets as kohya's."""
+
+
 def flatten(settings: Json) -> Json:
     """Return the options without their sections, which have no meaning."""
     flat: Json = {}
@@ -155,9 +165,11 @@ def translate(
     data: Path | None,
     content: Json | None = None,
     defaults: Mapping[str, object] | None = None,
+    variant: Variant | None = None,
 ) -> tuple[Translation, list[Translation]]:
     """Translate options and data, whose file ``data`` or the options name, or whose ``content`` is here; a file of data
-    sets may stand alone. ``defaults``: where a program that starts the scripts has others."""
+    sets may stand alone. ``defaults``: where a program that starts the scripts has others; ``variant``: what another
+    trainer with these options has of its own."""
     alone = "datasets" in settings
     options = {} if alone else flatten(settings)
     script = str(options.pop("script", ""))  # of a command line
@@ -168,7 +180,7 @@ def translate(
     if "network" in script and "network_module" not in options:
         raise UserError(f"{script} has no network_module here. Give the file with its options (--config_file)")
     usual = {**trainer_tables(NAME)["defaults"], **(defaults or {})}
-    general = Translation({}, usual) if alone else _options(options, folder, script, usual)
+    general = Translation({}, usual) if alone else _options(options, folder, script, usual, variant)
     if "config_file" in options and others:
         general.note("config_file", "its options are listed here; those of the command line come first")
         for key in others.keys() & settings.keys():
@@ -190,7 +202,7 @@ def translate(
     elif not isinstance(found, dict) or not isinstance(found.get("datasets"), list):
         raise UserError("--data: kohya's data sets are a TOML file with [[datasets]] (dataset_config)")
     else:
-        sources = _data_sets(found, general)
+        sources = _data_sets(found if variant is None else variant.data_sets(found, general), general)
     general.leave_others(trainer_tables(NAME))
     return general, sources
 
@@ -200,23 +212,27 @@ def _with_suffix(name: object) -> object:
     return name if not isinstance(name, str) or name.endswith(".toml") else f"{name}.toml"
 
 
-def _options(settings: Json, folder: Path, script: str, defaults: Mapping[str, object]) -> Translation:
+def _options(
+    settings: Json, folder: Path, script: str, defaults: Mapping[str, object], variant: Variant | None
+) -> Translation:
     tables = trainer_tables(NAME)
     found = Translation(settings, defaults)
-    _family(found, folder, tables["families"].get(script.partition("_")[0]))
-    is_flow = found.objective == "flow"
-    retrained = _flow_of_unets(found)
-    method = _adapter(found, script)
+    if variant is None:
+        _family(found, folder, tables["families"].get(script.partition("_")[0]))
+    retrained = variant is None and _flow_of_unets(found)
+    method = _adapter(found, script) if variant is None else variant.model(found)
     take_start(found, "network_weights")
     _stack(found)
-    _precision(found, method)
+    if variant is None:
+        _precision(found, method)
     found.by_table(tables["options"])
     _optimizer(found)
-    _text_encoders(found)
+    if variant is None:
+        _text_encoders(found)
     _length(found)
     _memory(found, method)
-    if not retrained:
-        _objective(found, is_flow)
+    if variant is None and not retrained:
+        _objective(found, found.objective == "flow")
     take_huber(found)
     _prompts(found, folder)
     if (name := found.read("output_name", as_text)) is not None:

@@ -25,6 +25,8 @@ from simpletune.commands.importers.translation import (
     boolean,
     number,
     pairs,
+    refuse,
+    refuse_references,
     round_digits,
     side_of_area,
     trainer_tables,
@@ -37,6 +39,7 @@ from simpletune.system.options import Json, UserError
 TITLE, NAME = "SimpleTuner", "simpletuner"
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_type", "lycoris_config", "use_dora")
 INHERITED = ("resolution", "resolution_type", "caption_dropout_probability")
+OF_FLUX_2 = [f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")]
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillation_cache")
 
 
@@ -68,16 +71,16 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
 def _options(settings: Json, folder: Path) -> Translation:
     tables = trainer_tables(NAME)
     scheduler = str(settings.get("lr_scheduler", ""))
-    flow = (
-        {}
-        if str(settings.get("model_family", "sd3")) == "sd3"
-        else {"flow_schedule_shift": None, "tokenizer_max_length": None}
-    )
+    family = str(settings.get("model_family", "sd3"))
+    flow = {} if family == "sd3" else {"tokenizer_max_length": None}
+    flow |= {} if family in ("sd3", "flux2") else {"flow_schedule_shift": None}
     found = Translation(
         settings, tables["defaults"] | (tables["polynomial"] if scheduler == "polynomial" else {}) | flow
     )
     found.by_table(row for row in tables["options"] if row.key == "model_family")  # which the others depend on
     _model(found)
+    if "t5_length" not in type(found.family).model_fields:
+        found.unused("the length of a prompt is the model's own", "tokenizer_max_length")
     _adapter(found, folder)
     take_start(found, "init_lora")
     found.by_table(tables["options"])
@@ -92,6 +95,9 @@ def _options(settings: Json, folder: Path) -> Translation:
 
 def _model(found: Translation) -> None:
     flavour, flavours = found.read("model_flavour", as_text), trainer_tables(NAME)["flavours"]
+    named = found.has("model_flavour") or found.has("pretrained_model_name_or_path")
+    if not named and found.settings.get("model_family") == "flux2":
+        refuse("model_family", "flux2", "FLUX.2 klein 9B, unless model_flavour is klein-4b")
     if flavour is not None and found.has("pretrained_model_name_or_path"):
         found.leave("model_flavour", "pretrained_model_name_or_path names the model", same=True)
     elif flavour is not None and flavour in flavours:
@@ -134,6 +140,8 @@ def _adapter(found: Translation, folder: Path) -> None:
         found.by_table(trainer_tables(NAME)["lora"])
         if found.settings.get("model_family", "sd3") == "sd3":
             found.take("lora_type", "adapter.targets", "attention_image", "it updates to_q, to_k, to_v and to_out.0")
+        elif found.settings["model_family"] == "flux2":
+            found.take("lora_type", "adapter.targets", OF_FLUX_2, "its default layers")
         else:
             found.unused("adapter.targets attention: its default layers", "lora_type")
         found.unused("lora_type is standard", "lycoris_config")
@@ -291,7 +299,7 @@ def _data_sets(data: list[Json], general: Translation) -> list[Translation]:
             continue
         place, outer = f"data.sources.{len(found)}.", {key: key for key in given if key not in entry}
         source = Translation({**given, **entry}, inherited, section, place, outer)
-        _data_set(source, masks, general.family.architecture.multiple)
+        _data_set(source, masks, general)
         found.append(source)
     told = {line.key for source in found for line in source.lines}
     general.told(*(key for key in given if key in told))
@@ -319,7 +327,7 @@ def _leave(general: Translation, section: str, entry: Json, kind: str) -> None:
     general.lines.extend(whole.lines)
 
 
-def _data_set(source: Translation, masks: dict[Any, Json], step: int) -> None:
+def _data_set(source: Translation, masks: dict[Any, Json], general: Translation) -> None:
     source.set("path", "")
     _images(source)
     source.by_table(
@@ -330,7 +338,7 @@ def _data_set(source: Translation, masks: dict[Any, Json], step: int) -> None:
         ]
     )
     _captions(source)
-    _size(source, step)
+    _size(source, general.family.architecture.multiple)
     repeats = source.read("repeats", whole_number)
     if repeats is not None:
         source.take("repeats", "repeats", repeats + 1, "0 means once there, 1 here")
@@ -340,6 +348,7 @@ def _data_set(source: Translation, masks: dict[Any, Json], step: int) -> None:
         source.take("conditioning_data", "mask", "files")
         source.set("mask_path", str(mask.get("instance_data_dir", "")))
     elif named:
+        refuse_references(general, "conditioning_data", named)
         source.leave("conditioning_data", "not masks, or not in this file: simpletune trains no conditioning")
     source.leave_others(trainer_tables(NAME), "_data")
 

@@ -38,7 +38,10 @@ UNTRANSLATED = "not translated together with the other options"
 OFF = ", 0 is off"  # ends the kind of value of an option
 LARGEST = 1e30  # no setting is as large, and products of those below stay finite
 DIGITS = 6  # significant digits of a computed number
-TRAINS = "simpletune trains SD 3, 3.5, XL, 1.5 and 2: LoRA, DoRA, LoHa, LoKr, OFT, embeddings and the whole denoiser"
+TRAINS = (
+    "simpletune trains SD 3, 3.5, XL, 1.5, 2 and FLUX.2 klein 4B: LoRA, DoRA, LoHa, LoKr, OFT, embeddings and the "
+    "whole denoiser"
+)
 
 
 class Unsupported(UserError):
@@ -350,13 +353,21 @@ def is_off(value: object) -> bool:
 def refuse_by_table(settings: Json, tables: Json) -> None:
     """Refuse models and methods that simpletune does not train: values that ``supported`` lacks, and those whose text
     matches a pattern in ``refused``."""
+    refused = tables.get("refused", {})
     for key, values in tables.get("supported", {}).items():
         if key in settings and not is_off(settings[key]) and settings[key] not in values:
-            refuse(key, settings[key])
-    for key, patterns in tables.get("refused", {}).items():
+            known = (what for pattern, what in refused.get(key, {}).items() if re.search(pattern, str(settings[key])))
+            refuse(key, settings[key], next(known, ""))
+    for key, patterns in refused.items():
         for pattern, what in patterns.items():
             if not is_off(settings.get(key)) and re.search(pattern, str(settings[key])):
                 refuse(key, settings[key], what)
+
+
+def refuse_references(general: Translation, key: str, value: object) -> None:
+    """Refuse reference pictures of a model that edits by them: what it learned would be another task."""
+    if general.family.words.edits and not is_off(value):
+        refuse(key, value, "reference pictures, which are not trained on; without them it is another task")
 
 
 def boolean(value: object) -> bool:

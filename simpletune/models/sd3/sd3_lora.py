@@ -107,6 +107,10 @@ class SD3Names(LoraNames):
         "all_linear": re.compile(_BLOCK),
     }
 
+    def shows(self, name: str, inputs: int) -> int:
+        """Tell by the width, which other transformers with layers of these names do not have."""
+        return int(inputs in WIDTHS)
+
     def published(self, shapes: Mapping[str, Shape], roles: Mapping[str, str]) -> tuple[str, str] | None:
         """Tell by the second attention, the number of modulation vectors, or the width of attention and modulation."""
         if (key := next((key for key in shapes if DUAL.search(key)), None)) is not None:

@@ -6,6 +6,7 @@ a side (``downsampling``). The autoencoder's own, raw latents may be arranged ot
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -232,11 +233,10 @@ class Autoencoder:
 
     def empty(self, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
         """Build it as ``load`` does, without values."""
-        import diffusers
         from torch import nn
 
         config = autoencoder_config(self.known_part(), self.latents, self.channels)
-        vae = getattr(diffusers, config["_class_name"]).from_config(_of_diffusers(config))
+        vae = _class_of(config).from_config(_of_diffusers(config))
         nn.Module.to(vae, dtype)  # diffusers' own .to() prints a warning that does not apply
         return _ready(vae, tile, config)
 
@@ -268,6 +268,18 @@ class Autoencoder:
 
 def _kind_of(vae: nn.Module) -> Kind:
     return KINDS[type(vae).__name__]
+
+
+def _class_of(config: ModelConfig) -> Any:
+    """Return diffusers' class, which says nothing of what FLUX.2's published configuration has and it ignores."""
+    import diffusers
+
+    logging.getLogger("diffusers.configuration_utils").addFilter(_is_news)
+    return getattr(diffusers, config["_class_name"])
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "{'force_upcast': True} were passed to AutoencoderKLFlux2" not in record.getMessage()
 
 
 def _inside(kind: Kind, tensor: Tensor) -> Tensor:
@@ -336,12 +348,10 @@ def autoencoder_config(part: Part, latents: Latents, channels: int | None) -> Mo
 def load_autoencoder(part: Part, dtype: torch.dtype, latents: Latents, channels: int | None = None) -> nn.Module:
     """Load an autoencoder on the CPU. Raises UserError if it does not fit (``autoencoder_config``), or its weights do
     not match its configuration."""
-    import diffusers
     from accelerate import init_empty_weights
 
     config = autoencoder_config(part, latents, channels)
-    name = config["_class_name"]
-    kind = getattr(diffusers, name)
+    name, kind = config["_class_name"], _class_of(config)
     if part.file is None:
         with explain_load_errors(part):
             with init_empty_weights():

@@ -1,7 +1,7 @@
 """The option ``model``, and where its parts come from: which option provides each, and what is missing. No torch.
 
 A single file takes precedence over ``model.text_encoders`` for the parts that it contains; the rest (always the
-tokenizers) come from ``model.text_encoders``.
+tokenizers, and the autoencoder in a family whose files have none) come from ``model.text_encoders``.
 """
 
 from __future__ import annotations
@@ -255,7 +255,9 @@ class FamilyFiles:
             self._layout_for(family.pretrained)
         if part in (family.denoiser, "vae") and getattr(family, part) is not None:
             return part, getattr(family, part)
-        if part.startswith(("tokenizer", "text_encoder")) and family.text_encoders is not None:
+        beside = part.startswith(("tokenizer", "text_encoder"))
+        beside = beside or single and part == "vae" and part not in self._layout_for(family.pretrained).prefixes
+        if beside and family.text_encoders is not None:
             if not (single and self.single_file(family.pretrained).has(part)):
                 return "text_encoders", family.text_encoders
         if part == "scheduler":

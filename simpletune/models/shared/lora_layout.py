@@ -7,7 +7,7 @@ ones, with dots or underscores; ``lora_A`` or ``lora_down``; alpha in a tensor, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -81,6 +81,11 @@ class LoraNames:
             roles: the role of each key that has one, such as ``DOWN``.
         """
         return self.title, "the names of its layers"
+
+    def caution(self, targets: Collection[str]) -> str | None:
+        """Return what is known to be wrong with a file by the modules that its trainer asked for, as PEFT's settings in
+        the header have them; None: nothing."""
+        return None
 
     def has_model(self, model: str) -> bool:
         """Return whether a title is the family's or that of one of its published models."""

@@ -27,6 +27,8 @@ class Fact(StrEnum):
     MADE_FOR_COMFYUI = "a dora_scale that ComfyUI applies exactly"
     OTHER_KINDS = "modules other than LoRA: their kinds"
     KEY_WITHOUT_LORA = "a key without 'lora' in its name: the first"
+    LOKR = "modules of LoKr alone, with or without magnitudes"
+    OUTSIDE = "modules outside the blocks: the first"
     TUCKER = "modules in Tucker form"
     ALPHA = "a module with a tensor of its alpha"
     NO_ALPHA = "a module without a tensor of its alpha"

@@ -37,6 +37,7 @@ class PublicBase(NamedTuple):
     terms: str  # of commercial use, as the predicate of a sentence
     gated: bool = False  # whether the Hub lets only accounts that have accepted the licence download it
     templates: Mapping[str, str] | None = None  # its own instead of the family's
+    measured: bool = True  # whether a training of it ran on a card, so that it may be suggested first
 
     @property
     def download_gib(self) -> float:
@@ -54,6 +55,8 @@ class Words:
         resolution: the default of ``data.resolution``, in pixels.
         guidance: the default of ``validation.guidance``.
         negative_prompt: the default of ``validation.negative_prompt``.
+        steps: the default of ``validation.steps``.
+        edits: whether its published models also draw after reference pictures, which nothing here trains.
         published_as: a pattern of the last part of names under which its models are published, where nothing else tells
             the family.
         no_hypernetwork: why no hypernetwork is trained on it, and what to use instead; None: one can be.
@@ -68,6 +71,8 @@ class Words:
     resolution: int
     guidance: float
     negative_prompt: str | None = ""
+    steps: int = 20
+    edits: bool = False
     published_as: str = "(?!)"
     no_hypernetwork: str | None = None
     templates: Mapping[str, str] = field(default_factory=dict)

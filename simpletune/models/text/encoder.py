@@ -32,6 +32,8 @@ class Tokens(NamedTuple):
     ids: Tensor  # [n, L], int64
     mask: Tensor | None = None
     """[n, L], bool: whether a position belongs to the prompt. None: the encoder reads its padding, too."""
+    padded: bool = False
+    """With a mask: whether the states of the padding are wanted, too, though no position attends to it."""
 
 
 class LayerChange(NamedTuple):
@@ -67,7 +69,7 @@ class OpenEncoder(Protocol):
 
     def encode(self, tokens: Tokens, batch_size: int = BATCH) -> Iterator[dict[str, Tensor]]:
         """Yield for each prompt ``hidden`` [L, w], and ``pooled`` [p] if it has a pooled output; without padding if the
-        tokens have a mask."""
+        tokens have a mask and are not ``padded``."""
 
 
 @dataclass(frozen=True)

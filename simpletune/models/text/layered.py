@@ -105,7 +105,7 @@ class LayeredEncoder:
     """The name of the list of its layers."""
     norm: ClassVar[str | None] = None
     """The name of the norm after the last layer; None: its output is not used."""
-    taps: ClassVar[Sequence[int]] = ()
+    taps: Sequence[int] = ()
     """The numbers of layers, from 1, after which hidden states are taken, side by side; empty: after the norm."""
 
     def __init__(
@@ -157,22 +157,23 @@ class LayeredEncoder:
 
     def encode(self, tokens: Tokens, batch_size: int = BATCH) -> Iterator[dict[str, Tensor]]:
         """See ``OpenEncoder``. ``batch_size`` prompts pass through a layer together."""
-        ids, mask = tokens
+        ids, mask, padded = tokens
         width = self.model.get_input_embeddings().weight.shape[1] * max(1, len(self.taps))  # type: ignore[operator]
         per_prompt = ids.shape[1] * width * self.dtype.itemsize
         together = max(1, CHUNK_BYTES // (per_prompt * batch_size)) * batch_size
         for start in range(0, len(ids), together):
             chunk = slice(start, start + together)
             own = None if mask is None else mask[chunk]
-            hidden = self._encode(ids[chunk], own, self.changes.rows[chunk], batch_size)
+            hidden = self._encode(Tokens(ids[chunk], own, padded), self.changes.rows[chunk], batch_size)
             for number, row in enumerate(hidden):
-                yield {"hidden": row if own is None else row[: int(own[number].sum())]}
+                yield {"hidden": row if own is None or padded else row[: int(own[number].sum())]}
 
     @torch.no_grad()
     def _encode(
-        self, ids: Tensor, mask: Tensor | None, rows: Sequence[Mapping[int, Tensor]], batch_size: int
+        self, tokens: Tokens, rows: Sequence[Mapping[int, Tensor]], batch_size: int
     ) -> Tensor:  # [n, L] -> [n, L, w]
         """Run all layers over the prompts of one chunk."""
+        ids, mask, padded = tokens
         blocks = self.model.get_submodule(self.blocks)
         with accounting.allocating(HOST):
             table = self.tensors.get(self.table)
@@ -182,23 +183,23 @@ class LayeredEncoder:
                 hidden[number, row] = vector.to(table.dtype).to(self.dtype)
         del table
         depth = max(self.taps) if self.taps else len(blocks)  # type: ignore[arg-type]
-        tapped: list[Tensor] = []
-        state: dict[str, Any] = {}
+        width, state = hidden.shape[-1], dict[str, Any]()
+        with accounting.allocating(HOST):
+            tapped = hidden.new_empty(*hidden.shape[:-1], width * len(self.taps)) if self.taps else hidden
         with progress(f"text  {self.title.lower()}", depth, "layers", detail) as advance:
             for number, block in enumerate(list(blocks)[:depth]):  # type: ignore[call-overload]
                 with self._loaded(block, f"{self.blocks}.{number}."):
                     masks = repeat(None) if mask is None else mask.split(batch_size)
                     for batch, own_mask in zip(hidden.split(batch_size), masks, strict=False):
-                        own, seen = trimmed(batch, own_mask)
+                        own, seen = (batch, own_mask) if padded else trimmed(batch, own_mask)
                         seen = None if seen is None else to_device(seen, self.device)
                         own.copy_(self.call(block, to_device(own, self.device), seen, state))
                 advance()
                 if number + 1 in self.taps:
-                    with accounting.allocating(HOST):
-                        tapped.append(hidden.clone())
+                    column = width * self.taps.index(number + 1)
+                    tapped[..., column : column + width] = hidden
         if self.taps:
-            with accounting.allocating(HOST):
-                return torch.cat(tapped, dim=-1)
+            return tapped
         if self.norm is not None:
             norm = self.model.get_submodule(self.norm)
             with self._loaded(norm, f"{self.norm}."):

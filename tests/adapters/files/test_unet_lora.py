@@ -399,7 +399,7 @@ def test_a_lora_of_another_family_is_refused_by_its_name(tmp_path: Path) -> None
                                 joint_attention_dim=24, caption_projection_dim=16, pooled_projection_dim=14,
                                 pos_embed_max_size=5)  # fmt: skip
     of_unet = write_lora(same(untouched()), tmp_path / "unet.safetensors", "kohya")
-    narrow = {"transformer_blocks.0.attn.to_q": LoraUpdate(torch.ones(2, 16), torch.ones(16, 2))}
+    narrow = {"transformer_blocks.0.ff.net.2": LoraUpdate(torch.ones(2, 16), torch.ones(16, 2))}
     of_sd3 = write_lora(narrow, tmp_path / "sd3.safetensors", "kohya")
     with pytest.raises(UserError, match="unet.safetensors is for Stable Diffusion 1.5 or 2, and the base "
                        "is Stable Diffusion 3. Give a LoRA for Stable Diffusion 3$"):  # fmt: skip

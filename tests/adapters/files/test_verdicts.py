@@ -34,6 +34,10 @@ LAYERS: Mapping[str, Mapping[str, tuple[int, int]]] = {  # inputs and outputs: o
     "Stable Diffusion 3": {"transformer_blocks.0.attn.to_k": (1536, 1536), "transformer_blocks.1.ff.net.2": (24, 8)},
     "Stable Diffusion XL": {f"{PLACE}.1.attn2.to_k": (2048, 8), RESNET: (24, 8)},
     "Stable Diffusion 1.5 or 2": {f"{PLACE}.0.attn2.to_k": (768, 8), RESNET: (24, 8)},
+    "FLUX.2 klein 4B": {
+        "single_transformer_blocks.0.attn.to_out": (12288, 8),
+        "transformer_blocks.1.attn.to_k": (3072, 8),
+    },
 }
 CLIP, T5 = "text_model.encoder.layers.0.self_attn.", "encoder.block.0.layer.0.SelfAttention.q"
 TEXT = {  # modules of text encoders by the layout of their keys

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from layered_qwen3 import LayeredQwen3
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from simpletune.models.shared.parts import Part
 from simpletune.models.text.encoder import Tokens
+from simpletune.models.text.layered_qwen3 import LayeredQwen3
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -41,7 +41,7 @@ def test_hidden_states_are_the_whole_models_bit_for_bit(taps: tuple[int, ...], w
     """Each prompt alone, as it is encoded: neither its length nor its bits depend on the others."""
     model, folder = whole
     opened = LayeredQwen3(Part("text_encoder", folder), torch.float32, CPU, taps=taps)
-    ids, mask = tokens()
+    ids, mask, _ = tokens()
     assert mask is not None
     for output, row, own in zip(opened.encode(Tokens(ids, mask)), ids, mask, strict=True):
         with torch.no_grad():

@@ -61,7 +61,8 @@ def public_bases(card: Card | None) -> tuple[PublicBase, ...]:
     without a card, the tiny one."""
     bases = [base for family in FAMILIES for base in family.words.bases]
     if not has_token():
-        bases.sort(key=lambda base: (base.gated, 0 if base.gated else -base.parameters))  # the best of the open ones
+        # the best of the open ones
+        bases.sort(key=lambda base: (base.gated, not base.measured, 0 if base.gated else -base.parameters))
     return (TINY, *bases) if card is None else tuple(bases)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3 as a text encoder that runs layer by layer."""
+"""Qwen3's layers as its model calls them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class LayeredQwen3(LayeredEncoder):
         changes: EncoderChanges | None = None,
         taps: Sequence[int] = (),
     ):
-        self.taps = taps  # type: ignore[misc]
+        self.taps = taps
         super().__init__(part, dtype, device, tensors, changes)
 
     def build(self, config: ModelConfig) -> nn.Module:
         return Qwen3ForCausalLM(Qwen3Config.from_dict(config))
 
     def call(self, block: nn.Module, x: Tensor, mask: Tensor | None, state: dict[str, Any]) -> Tensor:
-        inner = self.model.model
+        inner: Any = self.model.model
         places = torch.arange(x.shape[1], device=x.device)[None]
         seen = create_causal_mask(config=inner.config, inputs_embeds=x, attention_mask=mask, past_key_values=None)
         angles = inner.rotary_emb(x, places)
