@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.table import table
 from simpletune.commands.doctor.bench import RUNS, CardFile, read_card_file
 from simpletune.estimate.timing import datasheet
-from simpletune.estimate.timing.datasheet import PRODUCTS, DatasheetSpeeds
+from simpletune.estimate.timing.datasheet import NARROW, PRODUCTS, DatasheetSpeeds
 from simpletune.estimate.timing.sections import StreamWork
 from simpletune.estimate.timing.speeds import HostSpeeds
 from simpletune.estimate.timing.timeline import step_seconds
@@ -173,7 +173,7 @@ def fitted(samples: Sequence[Sample]) -> Scales:
     if not samples:
         return {}
     cards = {("PRODUCTS", key_of(sample.card)) for sample in samples}
-    kernels = {("ATTENTION", DatasheetSpeeds(sample.card).attention("fp16")) for sample in samples}
+    kernels = {("ATTENTION", DatasheetSpeeds(sample.card).attention("fp16", NARROW)) for sample in samples}
     names = [*sorted(cards), *sorted(kernels), *((name, "") for name in SHARED)]
     found = np.zeros(len(names))
 
