@@ -60,6 +60,7 @@ CHECKPOINTS = 4  # number of checkpoints of a run, all of them kept
 HELD_OUT, FROM = 0.1, 50  # share of the pictures to hold out, and from how many pictures on
 TRIGGER = "sks"  # a word without meaning to the text encoders, commonly used for this
 GENERAL = "A photo of a lighthouse at dusk, waves against the rocks"
+TINY_SLIDER = 60, 8  # steps and batch, as demo_slider
 SLIDER_RANK, SLIDER_STEPS, SLIDER_SIDE, SLIDER_RATE = 4, 500, 768, 2e-4
 SLIDER_DEFAULTS = {name: info.get_default() for name, info in Direction.model_fields.items()}
 OWN_SIZE, DRAWN_SMALL = "the tiny model's own size", "drawing takes most of a step, and less at this size"
@@ -637,14 +638,13 @@ def suggest_slider(direction: Direction, answers: Answers = UNASKED, device: Car
     given = {name: value for name, value in direction.model_dump().items() if value != SLIDER_DEFAULTS.get(name)}
     config["concept"] = {"directions": [given], "resolutions": [side]}
     choices.reasons.append(Reason("concept.resolutions", [side], OWN_SIZE if choices.tiny else DRAWN_SMALL))
-    shipped = read_json(Path("demo_slider")) if choices.tiny else {}
-    rate = shipped.get("optimizer", {}).get("lr", SLIDER_RATE)
-    config["adapter"] = shipped.get("adapter", {"method": "lora"}) | {"rank": SLIDER_RANK}
+    if not choices.tiny:  # whose layers and rate are its own
+        config["adapter"], config["optimizer"] = {"method": "lora"}, config.get("optimizer", {}) | {"lr": SLIDER_RATE}
+    config["adapter"]["rank"] = SLIDER_RANK
     choices.reasons.append(Reason("adapter.rank", SLIDER_RANK, "a direction needs little capacity"))
-    config["optimizer"] = config.get("optimizer", {}) | {"lr": rate}
     # which weighs the levels of a picture's loss
     config["objective"] = {k: v for k, v in config.get("objective", {}).items() if k in ("name", "prediction")}
-    normal, batch = (shipped["train"]["steps"], shipped["train"]["batch_size"]) if choices.tiny else (SLIDER_STEPS, 1)
+    normal, batch = TINY_SLIDER if choices.tiny else (SLIDER_STEPS, 1)
     steps = max(10, round(normal * LENGTHS[answers.length] / 10) * 10)
     config["train"] = {"steps": steps, "batch_size": batch}
     choices.reasons.append(Reason("train.steps", steps, f"{answers.length}: a slider needs few"))

@@ -11,7 +11,9 @@ import pytest
 from simpletune.apps.cli.main import main
 from simpletune.commands.init import Answers, suggest_slider
 from simpletune.config.load import read_config
+from simpletune.config.resolve import resolve_model_folder
 from simpletune.data.concept import Direction
+from simpletune.data.demo import MODELS
 from simpletune.models.families import FAMILIES
 from simpletune.models.shared.family import Family
 from simpletune.system.gpus import find_card
@@ -47,6 +49,14 @@ def test_every_family_has_one_for_a_card(family: Family) -> None:
     assert config.concept.resolutions == [min(768, family.words.resolution)]
     assert (config.adapter.method, config.validation.loss_samples) == ("lora", 0)
     assert getattr(config.objective, "min_snr_gamma", None) is None
+
+
+@pytest.mark.parametrize("tiny", MODELS)
+def test_every_tiny_model_has_one_of_its_own_layers(tiny: str) -> None:
+    Path("slider.json").write_text(json.dumps(suggest_slider(SMILE, Answers(model=tiny)).config))
+    config, _ = read_config(Path("slider.json"))
+    shapes = dict(resolve_model_folder(config).model.architecture.known_shapes())
+    assert config.model.pretrained == tiny and 0 < config.adapter.trainable(shapes) < 100_000
 
 
 def test_an_erasure_starts_from_the_empty_text() -> None:
