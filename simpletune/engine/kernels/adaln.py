@@ -95,8 +95,8 @@ def add_gated(*pairs: tuple[Tensor, GatedTokens]) -> list[Tensor]:  # [b, n, d] 
 
 
 def can_fuse(tensors: Sequence[Tensor], widest: float = LONGEST) -> bool:
-    """Return whether an operator accepts these tensors, of at most this width. Not under autocast, which chooses its own
-    types, or torch's compiler, which fuses by itself."""
+    """Return whether an operator accepts these tensors, of at most this width. Not under autocast, which chooses its
+    own types, or torch's compiler, which fuses by itself."""
     first = tensors[0]
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(first.device.type):
         return False
