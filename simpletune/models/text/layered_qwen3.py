@@ -33,8 +33,9 @@ class LayeredQwen3(LayeredEncoder):
         changes: EncoderChanges | None = None,
         taps: Sequence[int] = (),
     ):
-        self.taps = taps
         super().__init__(part, dtype, device, tensors, changes)
+        layers: Any = self.model.config.num_hidden_layers
+        self.taps = [tap if tap > 0 else layers + 1 + tap for tap in taps]
 
     def build(self, config: ModelConfig) -> nn.Module:
         return Qwen3ForCausalLM(Qwen3Config.from_dict(config))
