@@ -240,10 +240,17 @@ def _lora_rules(config: TrainConfig, option: TextLora) -> Iterator[Problem]:
         )
 
 
+def fp16_refusal(title: str, why: str) -> str:
+    """Say that a family computes nothing in fp16 (``Architecture.fp16_overflows``)."""
+    return f"{title} is not computed in fp16: {why}. Use bf16, which cards of sm_80 and newer have"
+
+
 def _fp16_rules(config: TrainConfig) -> Iterator[Problem]:
     """Check what fp16 products require."""
     if config.precision.settled_compute != "fp16":
         return
+    if why := config.model.architecture.fp16_overflows:
+        yield Problem("precision.compute", fp16_refusal(config.model.words.title, why))
     if config.adapter.trains_base and config.precision.trainable and config.precision.bytes_per_weight < 4:
         yield Problem(
             "precision.weights",

@@ -19,7 +19,6 @@ from simpletune.models.shared.autoencoder import Autoencoder
 from simpletune.models.shared.buckets import Framing, Size
 from simpletune.models.shared.family_files import FamilyFiles, ModelOption
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.shared.parameter_shapes import empty_model
 from simpletune.models.shared.parts import Part, explain_load_errors
 from simpletune.system.options import UserError
 
@@ -130,7 +129,7 @@ class Family(ModelOption):
         from simpletune.models.shared.flops import count_flops
 
         network, (_, h, w) = self.architecture, self.autoencoder.shape(*size)
-        model = empty_model(network.diffusers_class, self.files.known_config()).eval()
+        model = network.empty_model(self.files.known_config()).eval()
         units = network.units_among([name for name, _ in model.named_parameters()])
         with torch.device("meta"):
             z_t, time = torch.zeros(batch, network.in_channels, h, w), torch.zeros(batch)

@@ -28,6 +28,7 @@ class ZImageArchitecture(Architecture):
         inputs=lambda time, pooled, dtype: (time * 1000.0,),
         reads_pooled=False,
     )
+    fp16_overflows: ClassVar[str | None] = "its networks' features reach 344,064, and fp16 ends at 65,504"
 
     @property
     def largest_side(self) -> int:
@@ -39,11 +40,12 @@ class ZImageArchitecture(Architecture):
         return tuple(dict.fromkeys(f"{block}.{number}" for block, number, *_ in blocks))
 
     def empty_model(self, config: ModelConfig) -> Denoiser:
-        """Build it on the meta device, with this package's forward pass."""
-        from simpletune.models.zimage.zimage_transformer import ZImageTransformer2DModel
+        """Build it on the meta device, with this package's forward pass and blocks."""
+        from simpletune.models.zimage.zimage_transformer import ZImageTransformer2DModel, use_blocks
 
         model = super().empty_model(config)
         model.__class__ = ZImageTransformer2DModel
+        use_blocks(model, BLOCKS)
         return model
 
     def image_tokens(self, size: Size) -> int:

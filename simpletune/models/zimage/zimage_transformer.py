@@ -1,5 +1,6 @@
 """Z-Image's transformer on tensors: modules, sums and order of diffusers' class, whose forward pass takes lists of
-pictures and texts of any length and so has to know these on the host.
+pictures and texts of any length and so has to know these on the host. Norms are single operators
+(engine/kernels/rms_norm.py).
 
 Picture and text are padded to multiples of 32 tokens by two learned ones, which are attended like the rest.
 
@@ -9,11 +10,17 @@ with their padding, e = 2560 text width, d width, f half of a head's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import diffusers
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
+from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle
 
+from simpletune.engine.kernels.rms_norm import normalise
 from simpletune.models.zimage.zimage_files import KIND, PATCH, padded
 
 
@@ -67,3 +74,66 @@ class ZImageTransformer2DModel(diffusers.ZImageTransformer2DModel):  # type: ign
     def _angles(self, places: Tensor) -> Tensor:  # [1 or b, n, 3] -> [1 or b, n, f], complex
         angles: Tensor = self.rope_embedder(places.flatten(0, 1))
         return angles.unflatten(0, places.shape[:2])
+
+
+class ZImageBlock(ZImageTransformerBlock):  # type: ignore[misc]
+    """A block: attention and a feed-forward network between two norms each, with gates if the time changes them.
+    ``use_blocks`` converts diffusers' blocks."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,  # [b, n, d]
+        mask: Tensor | None,  # [b, n]
+        angles: Tensor,  # [1 or b, n, f], complex
+        condition: Tensor | None = None,  # [b, 256]; with a modulation plan, the modulations of all layers
+    ) -> Tensor:  # [b, n, d]
+        if condition is None:
+            found = self.attention(normalise(x, self.attention_norm1), attention_mask=mask, angles=angles)
+            x = x + normalise(found, self.attention_norm2)
+            found = self.feed_forward(normalise(x, self.ffn_norm1))
+            return x + normalise(found, self.ffn_norm2)
+        scale, gate, scale_of_ff, gate_of_ff = self.adaLN_modulation(condition)[:, None].chunk(4, 2)
+        found = normalise(x, self.attention_norm1) * (1.0 + scale)
+        found = self.attention(found, attention_mask=mask, angles=angles)
+        x = x + gate.tanh() * normalise(found, self.attention_norm2)
+        found = self.feed_forward(normalise(x, self.ffn_norm1) * (1.0 + scale_of_ff))
+        return x + gate_of_ff.tanh() * normalise(found, self.ffn_norm2)
+
+
+class ZImageAttention:
+    """Attention of a sequence to itself, with positions."""
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,  # [b, n, d]
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,  # [b, n]
+        angles: Tensor | None = None,  # [1 or b, n, f], complex
+    ) -> Tensor:  # [b, n, d]
+        x, mask = hidden_states, attention_mask
+        layers = (attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k)
+        query, key = (
+            _turned(normalise(layer(x).unflatten(-1, (attn.heads, -1)), norm), angles).transpose(1, 2)
+            for layer, norm in layers
+        )
+        value = attn.to_v(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        seen = None if mask is None else mask[:, None, None]
+        attended = F.scaled_dot_product_attention(query, key, value, seen)
+        found: Tensor = attn.to_out[0](attended.transpose(1, 2).flatten(2))
+        return found
+
+
+def _turned(x: Tensor, angles: Tensor) -> Tensor:  # [b, n, heads, 2 f]
+    """Turn neighbouring pairs of numbers by the angles of their positions, in fp32 (RoPE, arXiv:2104.09864)."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * angles[:, :, None]).flatten(3).type_as(x)
+
+
+def use_blocks(model: nn.Module, kinds: Iterable[str]) -> None:
+    """Convert diffusers' blocks in these lists to ours in place, keeping their modules and parameters."""
+    for kind in kinds:
+        for block in model.get_submodule(kind).children():
+            assert type(block) is ZImageTransformerBlock, type(block)
+            block.__class__ = ZImageBlock
+            block.attention.set_processor(ZImageAttention())

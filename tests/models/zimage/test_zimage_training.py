@@ -15,13 +15,15 @@ from simulated import assert_same_bytes
 from tiny_runs import merged, resumed_from, run_with, saved_weights
 
 from benchmarks.tiny_models import tiny_zimage
+from simpletune.config.compute import compute_to_generate, settle_compute
 from simpletune.config.load import validate
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import encoder_snapshot, simulate_encoding, simulate_parts
+from simpletune.models.shared.flops import TrainedParameters
 from simpletune.models.zimage.zimage_option import ZImage
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.synthetic import CPU
-from simpletune.system.options import ConfigError
+from simpletune.system.options import ConfigError, UserError
 
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"method": "lora", "rank": 2}, "dora": {"method": "dora", "rank": 2}, "lokr": {"method": "lokr"},
@@ -122,12 +124,12 @@ def test_its_other_stages_take_the_same_bytes_real_and_fake(zimage_config: dict[
     assert stages["latents"].by_kind == simulate_encoding(model, vae, (96, 64)).by_kind
 
 
-# As predicted on 46c501ef for a sketch of the model, less a modulation plan's: MiB at 1024 px, rank 16, 128 tokens.
+# MiB at 1024 px, rank 16, prompts of 128 tokens. diffusers' block takes 404 more, whose norms keep fp32 copies.
 FIGURES: dict[str, tuple[int, dict[str, Any]]] = {
-    "int8": (8170, {"precision": {"weights": "int8"}}),
-    "nf4": (5390, {"precision": {"weights": "nf4"}}),
+    "int8": (7774, {"precision": {"weights": "int8"}}),
+    "nf4": (4993, {"precision": {"weights": "nf4"}}),
     "streamed": (
-        1885,
+        1493,
         {"precision": {"weights": "int8"}, "memory": {"resident_blocks": 0, "offload_checkpoint_inputs": True}},
     ),
 }
@@ -140,20 +142,33 @@ def test_the_published_models_step_takes_no_more_than(case: str, zimage_config: 
     data |= {"memory": {"checkpointing": "all", "modulation": "plan"}}
     data["adapter"] = {"method": "lora", "rank": 16, "targets": "attention"}
     found = simulate(validate(merged(data, **changes), case), (1024, 1024)).peak
-    assert 0.9 * mib < found.bytes / 2**20 <= mib
+    assert 0.99 * mib < found.bytes / 2**20 <= mib
 
 
-def test_a_step_s_operations_are_counted() -> None:
-    """A tenth more than a rough count for 1024 px: 3 passes of 6.15 billion weights for 4,224 tokens."""
-    from simpletune.models.shared.flops import TrainedParameters
-
-    found = ZImage(text_length=128).flops(TrainedParameters(0, {}), (1024, 1024), 1)
-    assert found
+def test_a_step_s_operations_are_counted(zimage_config: dict[str, Any]) -> None:
+    """On the meta device, by this package's forward pass: each linear layer's rows, twice its weights."""
+    model = validate(zimage_config, "flops").model
+    found, network, size = model.flops(TrainedParameters(), (48, 80), 1), model.architecture, (48, 80)
+    rows = network.layer_rows(size)
+    blocks = [(name, shape) for name, shape in network.known_shapes().items() if name.endswith((".weight"))]
+    inner = [
+        (rows(name) if "adaLN" not in name else 1) * 2 * math.prod(shape)
+        for name, shape in blocks
+        if len(shape) == 2 and name.startswith(("noise_refiner", "context_refiner", "layers"))
+    ]
+    assert sum(inner) < found.forward < 1.2 * sum(inner)
 
 
 def test_fp16_is_refused_with_its_reason(zimage_config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="precision.compute: .*344,064"):
+    """Also where auto would mean it."""
+    words = "Z-Image is not computed in fp16: its networks' features reach 344,064, and fp16 ends at 65,504. Use bf16"
+    with pytest.raises(ConfigError, match=f"precision.compute: {words}"):
         validate(merged(zimage_config, precision={"weights": "int8", "compute": "fp16"}), "fp16")
+    read = validate(merged(zimage_config, precision={"weights": "int8"}), "auto")
+    with pytest.raises(ConfigError, match=words):
+        settle_compute(read, (7, 5))
+    with pytest.raises(UserError, match=f"sm_75 has no bf16, and {words}"):
+        compute_to_generate(read, (7, 5))
 
 
 @pytest.mark.slow  # 740 million weights: a minute or two of one core
