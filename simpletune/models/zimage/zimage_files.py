@@ -29,11 +29,14 @@ TURBO_SHIFT = 3.0  # base: 6.0
 IS_TURBO = re.compile(r"(?i)(?<!de)(?<!de[-_. ])turbo")
 """Occurs in the names of Turbo's files, whose tensors are those of the base, and of no de-distilled model's."""
 REMEDY = f"Use {BASE}"
+OMNI = f"Z-Image-Omni, which reads reference pictures. {REMEDY}"
+CONTROL = f"a ControlNet of Z-Image, which steers a whole model. {REMEDY}"
+LUMINA_2 = f"Lumina 2, whose transformer has layers of the same names. {REMEDY}"
 OTHER_NAMES = {
-    r"(?i)z[-_. ]?image[-_. ]?omni": f"Z-Image-Omni, which reads reference pictures. {REMEDY}",
+    r"(?i)z[-_. ]?image[-_. ]?omni": OMNI,
     r"(?i)z[-_. ]?image[-_. ]?edit": f"Z-Image-Edit, which reads reference pictures. {REMEDY}",
-    r"(?i)z[-_. ]?image.*control": f"a ControlNet of Z-Image, which changes a whole model's pictures. {REMEDY}",
-    r"(?i)lumina": f"Lumina 2, whose transformer has layers of the same names. {REMEDY}",
+    r"(?i)z[-_. ]?image.*control": CONTROL,
+    r"(?i)lumina": LUMINA_2,
 }
 """What the models are that are not trained, by a pattern of their names."""
 WIDTH = 3840  # of the published model
@@ -97,7 +100,7 @@ def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
 def require_z_image(config: ModelConfig) -> None:
     """Raise UserError if a transformer's configuration is that of another model with this class."""
     if config.get("siglip_feat_dim") is not None:
-        raise UserError(next(iter(OTHER_NAMES.values())))
+        raise UserError(OMNI)
 
 
 def origin_of(name: str) -> Origin:
@@ -121,10 +124,16 @@ def origins(config: ModelConfig) -> dict[str, Origin]:
 LAYOUT = FileLayout(
     family="Z-Image",
     denoiser="transformer",
-    marker="layers.0.adaLN_modulation.0.weight",
+    marker="layers.0.attention.qkv.weight",
     prefixes={},  # published files have the transformer alone
     infer=_infer,
     origins=origins,
+    unused=(UNUSED,),
+    refused={
+        r"(^|\.)control_(layers|all_x_embedder|noise_refiner)\.": CONTROL,
+        r"(^|\.)siglip_(embedder|refiner|pad_token)": OMNI,
+        r"(^|\.)layers\.0\.adaLN_modulation\.1\.": LUMINA_2,
+    },
 )
 
 

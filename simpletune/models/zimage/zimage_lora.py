@@ -7,6 +7,19 @@ from collections.abc import Mapping
 
 from simpletune.models.shared.fused import Rows
 from simpletune.models.shared.lora_layout import DOWN, Layout, LoraNames
+from simpletune.models.shared.lora_verdicts import (
+    COMFYUI,
+    DEPENDENT,
+    DIFFUSERS,
+    FORGE,
+    FORMS,
+    ONLY_LORA,
+    UNMATCHED,
+    UNTESTED,
+    Fact,
+    Note,
+    Verdict,
+)
 from simpletune.models.shared.model_config import Shape
 from simpletune.models.zimage.zimage_files import BLOCKS, FUSED, IN_BLOCK, OUTER, WIDTH
 
@@ -24,6 +37,55 @@ LEAVES: Mapping[str, tuple[str, Rows | None]] = {**{name: (IN_BLOCK.get(name, na
 """The original name of each of a block's linear layers, and which rows of it the layer is."""
 OUTSIDE = {**OUTER, **{name: name for name in ("cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2")}}
 
+NO_ALPHA = Note("rejects alpha tensors under these names: export to diffusers")
+NOT_READ = Note("no key starts with transformer.: convert it first")
+READ = ("kohya", "kohya-split", "comfy", "comfy-split")  # what diffusers converts, besides its own
+UNREAD = ("peft", "onetrainer", "lycoris")
+IN_FUSED = r"attention\.(qkv|out)$|^diffusion_model\.(x_embedder|final_layer)\."
+VERDICTS = (  # of diffusers by runs of 0.42.1; of ComfyUI by its source
+    Verdict((FORGE,), "refuses", (Note("has no Z-Image"),)),
+    Verdict((DIFFUSERS,), "silently nothing", (Note("reads no OFT: merge it into its base instead"),),
+            layouts=("onetrainer",), facts=(Fact.OFT,)),
+    FORMS[0],
+    Verdict((DIFFUSERS,), "refuses", (NO_ALPHA,), layouts=("diffusers", *UNREAD), facts=(Fact.ALPHA,)),
+    Verdict((DIFFUSERS,), "refuses", (Note("reads LoKr under ComfyUI's names: export to comfy-split"),),
+            layouts=("kohya", "kohya-split"), facts=(Fact.LOKR, Fact.ALPHA)),
+    Verdict((DIFFUSERS,), "silently nothing", (Note("reads LoKr under ComfyUI's names: export to comfy-split"),),
+            layouts=("kohya", "kohya-split", *UNREAD), facts=(Fact.LOKR,)),
+    Verdict((DIFFUSERS,), "yes",
+            (Note("drops {}: export to comfy-split", Fact.DROPPED, partly=True), UNMATCHED),
+            layouts=("diffusers", "comfy", "comfy-split"), facts=(Fact.LOKR,), drops=IN_FUSED),
+    Verdict((DIFFUSERS,), "yes", (UNMATCHED,), layouts=("bare",), facts=(Fact.LOKR, Fact.ALPHA)),
+    Verdict((DIFFUSERS,), "refuses", (NO_ALPHA,), layouts=("comfy",), facts=(Fact.ALPHA,)),
+    Verdict((DIFFUSERS,), "yes", layouts=("diffusers",), facts=(Fact.DORA, Fact.ALL_MAGNITUDES)),
+    Verdict((DIFFUSERS,), "refuses", (Note("reads DoRA under its own names alone: export to diffusers"),),
+            layouts=READ, facts=(Fact.DORA, Fact.ALL_MAGNITUDES)),
+    Verdict((DIFFUSERS,), "yes", (Note("drops dora_scale, and is wrong without it", Fact.DORA),),
+            layouts=("diffusers", *READ), facts=(Fact.DORA,)),
+    Verdict((DIFFUSERS,), "silently nothing", (NOT_READ,), layouts=("bare", *UNREAD), facts=(Fact.DORA,)),
+    Verdict((COMFYUI,), "partly", (UNTESTED, Note("mixes layouts")), layouts=(None,)),
+    # As musubi-tuner writes them (ComfyUI#11487), among others.
+    Verdict((COMFYUI,), "silently nothing", (UNTESTED, Note("its source names none of these: export to diffusers")),
+            layouts=("kohya-split", "peft", "onetrainer")),
+    *(row for row in DEPENDENT if row.tools != (FORGE,)),
+    ONLY_LORA,
+    Verdict((DIFFUSERS,), "yes",
+            (Note("scales by alpha / rank from the header's settings: {}", Fact.SETTINGS), UNMATCHED),
+            layouts=("diffusers", "comfy-split")),
+    Verdict((DIFFUSERS,), "yes", (Note("drops {}: export to diffusers", Fact.DROPPED, partly=True), UNMATCHED),
+            layouts=("comfy",), drops=IN_FUSED),
+    Verdict((DIFFUSERS,), "yes", (Note("drops {}: export to diffusers", Fact.DROPPED, partly=True), UNMATCHED),
+            layouts=("kohya", "kohya-split"), drops=r"^lora_unet_(x_embedder|final_layer)"),
+    Verdict((DIFFUSERS,), "yes", (UNMATCHED,), layouts=("bare",), facts=(Fact.ALPHA,)),
+    Verdict((DIFFUSERS,), "silently nothing", (NOT_READ,)),
+    Verdict((COMFYUI,), "yes",
+            (UNTESTED,
+             Note("applies it at scale 1 instead of {}, because it ignores alpha in the header", Fact.IGNORED),
+             UNMATCHED),
+            layouts=("diffusers", "comfy-split", "bare", "lycoris")),
+    Verdict((COMFYUI,), "yes", (UNTESTED, UNMATCHED)),
+)  # fmt: skip
+
 
 class ZImageNames(LoraNames):
     """Names of Z-Image's transformer."""
@@ -38,6 +100,7 @@ class ZImageNames(LoraNames):
             "ss_base_model_version": "zimage",
         }
     }
+    verdicts = VERDICTS
     targets = {
         "attention": re.compile(_ATTENTION),
         "attention_mlp": re.compile(rf"{_ATTENTION}|{_BLOCK}feed_forward\.w[123]$"),
@@ -81,7 +144,7 @@ NAMES = ZImageNames()
 LAYOUTS = (  # the first is the one of a run's result, and right in every tool
     Layout("diffusers", "transformer.", NAMES),
     Layout("kohya", "lora_unet_", NAMES, original=True, dots=False, peft=False, alpha=True),
-    Layout("comfy", "diffusion_model.", NAMES, original=True, alpha=True),
+    Layout("comfy", "diffusion_model.", NAMES, original=True),  # diffusers refuses alpha here
     Layout("comfy-split", "diffusion_model.", NAMES),  # of ai-toolkit
     Layout("peft", "base_model.model.", NAMES),
     Layout("kohya-split", "lora_unet_", NAMES, dots=False, peft=False, alpha=True),  # of musubi-tuner
