@@ -79,6 +79,12 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
         )
     if model.loras and model.init == "random":
         yield Problem("model.loras", "LoRAs of a trained model do not suit random weights. Remove them, or model.init")
+    if model.assistants and config.adapter.trains_base:
+        yield Problem(
+            "model.loras",
+            f"{model.assistants[0]} is used only while training, but adapter.method {config.adapter.method} trains the "
+            "weights that it is merged into, so nothing can take it out. Use adapter.method lora, or leave it out",
+        )
     if name not in model.objectives:
         allowed = " or ".join(model.objectives)
         yield Problem(

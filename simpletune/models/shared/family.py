@@ -140,6 +140,13 @@ class Family(ModelOption):
 
             return count_flops(model, predict, trained, units[:checkpointed])
 
+    def base_tensors(self, overlay: Overlay | None = None) -> TensorSource:
+        """Open the trained model's tensors, with what ``loras`` names in them."""
+        from simpletune.models.shared.weights import open_tensors
+
+        part = self.files.part(self.denoiser)
+        return self.architecture.widened(open_tensors(part) if overlay is None else overlay.over(self, part))
+
     def load_denoiser(
         self,
         precision: WeightPrecision,
@@ -176,8 +183,7 @@ class Family(ModelOption):
             return network.random_tensors(config, seed, part.folder) if random else open_tensors(part)
 
         def fresh() -> Denoiser:
-            source = tensors() if overlay is None else overlay.over(self, part)
-            source = source if random else network.widened(source)
+            source = tensors() if random else self.base_tensors(overlay)
             return fill_model(network.empty_model(config), source, precision, device, on_host, part.place)
 
         if cache is None or random or not precision.cacheable:

@@ -26,7 +26,7 @@ TURBO = "Tongyi-MAI/Z-Image-Turbo"
 HUB_NAMES: Mapping[str, str] = {BASE: "base", TURBO: "turbo"}
 """Version of each Hub name whose configurations ship; they differ in the shift of the scheduler."""
 TURBO_SHIFT = 3.0  # base: 6.0
-IS_TURBO = re.compile(r"(?i)(?<!de)(?<!de[-_. ])turbo")
+IS_TURBO = r"(?i)(?<!de)(?<!de[-_. ])turbo"
 """Occurs in the names of Turbo's files, whose tensors are those of the base, and of no de-distilled model's."""
 REMEDY = f"Use {BASE}"
 OMNI = f"Z-Image-Omni, which reads reference pictures. {REMEDY}"
@@ -155,7 +155,7 @@ class ZImageFiles(FamilyFiles):
     bundled_configs: ClassVar = staticmethod(bundled_configs)
 
     def file_version(self) -> str:
-        return "turbo" if IS_TURBO.search(Path(self.family.pretrained).name) else "base"
+        return "base" if self.family.few_steps is None else "turbo"
 
     def require_supported(self, config: ModelConfig, place: str) -> None:
         try:

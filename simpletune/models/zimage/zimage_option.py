@@ -17,10 +17,10 @@ from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Latents
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_files import FamilyFiles, LoraNames
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.shared.words import DiffusersPipeline, PublicBase, Words
+from simpletune.models.shared.words import DiffusersPipeline, FewSteps, PublicBase, Words
 from simpletune.models.text.family_text import FamilyText
 from simpletune.models.zimage.zimage_architecture import ZImageArchitecture
-from simpletune.models.zimage.zimage_files import BASE, HUB_NAMES, ZImageFiles
+from simpletune.models.zimage.zimage_files import BASE, HUB_NAMES, IS_TURBO, ZImageFiles
 from simpletune.models.zimage.zimage_lora import LAYOUTS
 from simpletune.models.zimage.zimage_text import TOKENS, ZImageText
 
@@ -46,7 +46,8 @@ class ZImage(Family):
     loras: LoraNames = []
     """LoRAs to train on top of, merged into the transformer before it is quantised: each a file in any layout, a run,
     RUN@STEP or a hub name, with a strength as in style.safetensors:0.8. Same weights as those of simpletune merge; the
-    result holds only what is trained. Takes no device memory."""
+    result holds only what is trained. Takes no device memory. One that begins with training: is used only while
+    training, such as the assistant of a model that draws in few steps: pictures are drawn without it."""
     transformer: str | None = None
     """Replaces the transformer: its folder or single file, or the folder or Hub name of a pipeline."""
     vae: str | None = None
@@ -55,6 +56,9 @@ class ZImage(Family):
     """Folder or Hub name of a pipeline with tokenizer and text encoder; of a single file's autoencoder, too."""
     text_length: Annotated[int, Field(ge=32, le=1024)] = 512
     """The most tokens of a prompt, of which its template takes 8; what is longer is cut at the end."""
+    turbo: bool | None = None
+    """Whether the weights are Turbo's, which draw in 8 steps without guidance, and lose that by ordinary training: train
+    them under an assistant (model.loras, training:). null: their name says it, because nothing in a file does."""
 
     denoiser: ClassVar[str] = "transformer"
     files_class: ClassVar[type[FamilyFiles]] = ZImageFiles
@@ -70,6 +74,7 @@ class ZImage(Family):
         resolution=1024,
         guidance=5.0,
         steps=50,
+        few_steps=(FewSteps(IS_TURBO, "Z-Image-Turbo", 8, assistant="ostris/zimage_turbo_training_adapter"),),
         published_as=r"(?i)z[-_. ]?image",
         no_hypernetwork=(
             "in Z-Image one attention reads prompt and picture together, by the same layers. Use adapter.method lora"

@@ -48,9 +48,7 @@ class ZImageTransformer2DModel(diffusers.ZImageTransformer2DModel):  # type: ign
         # Text has the places 1 to t, each sample's own, all of the picture the next one, and its padding place 0.
         after = (torch.full((1,), t, device=device) if mask is None else mask.sum(1)) + 1
         grid = torch.cartesian_prod(torch.arange(rows, device=device), torch.arange(columns, device=device))
-        places = torch.cat(
-            [after[:, None, None].expand(-1, real, 1), grid.expand(len(after), -1, -1)], 2
-        )
+        places = torch.cat([after[:, None, None].expand(-1, real, 1), grid.expand(len(after), -1, -1)], 2)
         angles = self._angles(pad(places, (0, 0, 0, n - real)))
         for block in self.noise_refiner:
             x = block(x, None, angles, condition)

@@ -134,9 +134,7 @@ def test_what_is_written_is_read_here_and_by_diffusers_as_far_as_is_said(
         assert len(tensors[f"{key}.lora_down.weight"]) == 12 and float(tensors[f"{key}.alpha"]) == 6
 
 
-def test_a_file_of_musubi_tuner_is_converted_for_comfyui(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_musubi_tuner_is_converted_for_comfyui(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = next(each for each in LAYOUTS if each.name == "kohya-split")
     tensors, wanted = foreign(layout, True)
     save_file(tensors, tmp_path / "musubi.safetensors", {"ss_network_module": "networks.lora_zimage"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from diffusers.loaders.single_file_utils import convert_z_image_transformer_chec
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from simpletune.config.explain import _notes
+from simpletune.config.load import validate
 from simpletune.models.families import family_by_name, family_of
 from simpletune.models.shared.parameter_shapes import shapes_of_class
 from simpletune.models.shared.single_file import OriginalReader, open_file
@@ -144,3 +147,36 @@ def test_scaled_int8_and_files_with_other_names_are_refused(file: Path) -> None:
     save_file({"layers.0.attention.to_q.weight": torch.ones(3840, 3840, dtype=torch.bfloat16)}, file)
     with pytest.raises(UserError, match="It seems to be Z-Image, in diffusers' names: give the folder"):
         open_file(file, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "drawn"),
+    [
+        ("zimage", TURBO, (8, 1.0)), ("zimage", "z_image_turbo_bf16", (8, 1.0)), ("zimage", BASE, (50, 5.0)),
+        ("zimage", "ostris/Z-Image-De-Turbo", (50, 5.0)), ("sd3", "stabilityai/stable-diffusion-3.5-large-turbo", (4, 1.0)),
+        ("sd3", "stabilityai/stable-diffusion-3.5-large", (20, 4.5)), ("sdxl", "stabilityai/sdxl-turbo", (4, 1.0)),
+        ("sdxl", "sdxl_lightning_8step_unet", (8, 1.0)), ("sdxl", "realvisxl_v50_lightning", (4, 1.0)),
+        ("sdxl", "tianweiy/DMD2", (4, 1.0)),
+    ],
+)  # fmt: skip
+def test_a_base_that_draws_in_few_steps_is_told_by_its_name(family: str, name: str, drawn: tuple[int, float]) -> None:
+    """Its pictures have its steps and guidance, unless one says otherwise."""
+    data = {"name": "x", "model": {"family": family, "pretrained": name}, "data": {"path": "demo:pictures"}}
+    read = validate(data, "x", needs_model=False)
+    assert (read.validation.steps, read.validation.guidance) == drawn
+    assert (read.model.few_steps is None) == (drawn[1] != 1.0)
+    said = validate(data | {"validation": {"steps": 7}}, "x", needs_model=False)
+    assert said.validation.steps == 7
+
+
+def test_a_person_may_say_what_a_name_does_not(file: Path) -> None:
+    def model(**changes: Any) -> Any:
+        own = {"family": "zimage", "pretrained": str(file), "text_encoders": BASE, "vae": BASE, **changes}
+        return validate({"name": "x", "model": own, "data": {"path": "demo:pictures"}}, "x", needs_model=False)
+
+    turbo, base = model(turbo=True), model()
+    assert (turbo.validation.steps, base.validation.steps) == (8, 50)
+    assert turbo.model.files.part("scheduler").config()["shift"] == 3.0
+    assert model(pretrained=TURBO, turbo=False).validation.steps == 50
+    words = "Ordinary training undoes that: train the model that it was distilled from, or under model.loras=.training:"
+    assert any(re.search(words, note) for note in _notes(turbo)) and not any("undoes" in note for note in _notes(base))

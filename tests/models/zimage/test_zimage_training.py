@@ -150,7 +150,7 @@ def test_a_step_s_operations_are_counted(zimage_config: dict[str, Any]) -> None:
     model = validate(zimage_config, "flops").model
     found, network, size = model.flops(TrainedParameters(), (48, 80), 1), model.architecture, (48, 80)
     rows = network.layer_rows(size)
-    blocks = [(name, shape) for name, shape in network.known_shapes().items() if name.endswith((".weight"))]
+    blocks = [(name, shape) for name, shape in network.known_shapes().items() if name.endswith(".weight")]
     inner = [
         (rows(name) if "adaLN" not in name else 1) * 2 * math.prod(shape)
         for name, shape in blocks
