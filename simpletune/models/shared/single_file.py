@@ -150,11 +150,8 @@ class SingleFile:
         )
         scaled = [name for name in found if name.endswith(("scaled_fp8", ".scale_weight", ".weight_scale"))]
         if scaled or types:
-            what = (
-                f"scaled {'int8' if 'I8' in types else 'fp8'} ({scaled[0]})"
-                if scaled
-                else f"the type {', '.join(types)}"
-            )
+            number = "int8" if "I8" in types else "fp8"
+            what = f"scaled {number} ({scaled[0]})" if scaled else f"the type {', '.join(types)}"
             if nvfp4 := next((name for name in found if name.endswith(".weight_scale_2")), None):
                 what = f"nvfp4 ({nvfp4})"
             raise UserError(

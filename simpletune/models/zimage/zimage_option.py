@@ -57,8 +57,8 @@ class ZImage(Family):
     text_length: Annotated[int, Field(ge=32, le=1024)] = 512
     """The most tokens of a prompt, of which its template takes 8; what is longer is cut at the end."""
     turbo: bool | None = None
-    """Whether the weights are Turbo's, which draw in 8 steps without guidance, and lose that by ordinary training: train
-    them under an assistant (model.loras, training:). null: their name says it, because nothing in a file does."""
+    """Whether the weights are Turbo's, which draw in 8 steps without guidance, and lose that by ordinary training:
+    train them under an assistant (model.loras, training:). null: their name says it, since nothing in a file does."""
 
     denoiser: ClassVar[str] = "transformer"
     files_class: ClassVar[type[FamilyFiles]] = ZImageFiles

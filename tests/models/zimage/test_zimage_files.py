@@ -153,7 +153,8 @@ def test_scaled_int8_and_files_with_other_names_are_refused(file: Path) -> None:
     ("family", "name", "drawn"),
     [
         ("zimage", TURBO, (8, 1.0)), ("zimage", "z_image_turbo_bf16", (8, 1.0)), ("zimage", BASE, (50, 5.0)),
-        ("zimage", "ostris/Z-Image-De-Turbo", (50, 5.0)), ("sd3", "stabilityai/stable-diffusion-3.5-large-turbo", (4, 1.0)),
+        ("zimage", "ostris/Z-Image-De-Turbo", (50, 5.0)),
+        ("sd3", "stabilityai/stable-diffusion-3.5-large-turbo", (4, 1.0)),
         ("sd3", "stabilityai/stable-diffusion-3.5-large", (20, 4.5)), ("sdxl", "stabilityai/sdxl-turbo", (4, 1.0)),
         ("sdxl", "sdxl_lightning_8step_unet", (8, 1.0)), ("sdxl", "realvisxl_v50_lightning", (4, 1.0)),
         ("sdxl", "tianweiy/DMD2", (4, 1.0)),
