@@ -60,7 +60,7 @@ class ModelOption(Option):
     @property
     def few_steps(self) -> FewSteps | None:
         """What is known of the base, if it is one that draws in few steps."""
-        return self.words.few_steps_of(self.files.weights_from, getattr(self, "turbo", None))
+        return self.words.few_steps_of(self.files.weights_from)
 
     @property
     def assistants(self) -> LoraNames:

@@ -34,8 +34,8 @@ class LayeredQwen3(LayeredEncoder):
         taps: Sequence[int] = (),
     ):
         super().__init__(part, dtype, device, tensors, changes)
-        layers: Any = self.model.config.num_hidden_layers
-        self.taps = [tap if tap > 0 else layers + 1 + tap for tap in taps]
+        config: Any = self.model.config
+        self.taps = [tap if tap > 0 else config.num_hidden_layers + 1 + tap for tap in taps]
 
     def build(self, config: ModelConfig) -> nn.Module:
         return Qwen3ForCausalLM(Qwen3Config.from_dict(config))

@@ -94,6 +94,10 @@ class ZImage(Family):
         ),
     )
 
+    @property
+    def few_steps(self) -> FewSteps | None:
+        return self.words.few_steps_of(self.files.weights_from, self.turbo)
+
     def predict(
         self,
         model: nn.Module,

@@ -24,10 +24,10 @@ from simpletune.engine.kernels.rms_norm import normalise
 from simpletune.models.zimage.zimage_files import KIND, PATCH, padded
 
 
-class ZImageTransformer2DModel(diffusers.ZImageTransformer2DModel):  # type: ignore[misc]
+class ZImageTransformer2DModel(diffusers.ZImageTransformer2DModel):
     """diffusers' class, with its name, by which configurations and files know it."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         z_t: Tensor,  # [b, c, h, w]
         time: Tensor,  # [b], fp32: 1 - sigma
@@ -74,11 +74,11 @@ class ZImageTransformer2DModel(diffusers.ZImageTransformer2DModel):  # type: ign
         return angles.unflatten(0, places.shape[:2])
 
 
-class ZImageBlock(ZImageTransformerBlock):  # type: ignore[misc]
+class ZImageBlock(ZImageTransformerBlock):
     """A block: attention and a feed-forward network between two norms each, with gates if the time changes them.
     ``use_blocks`` converts diffusers' blocks."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,  # [b, n, d]
         mask: Tensor | None,  # [b, n]
@@ -109,6 +109,7 @@ class ZImageAttention:
         attention_mask: Tensor | None = None,  # [b, n]
         angles: Tensor | None = None,  # [1 or b, n, f], complex
     ) -> Tensor:  # [b, n, d]
+        assert angles is not None
         x, mask = hidden_states, attention_mask
         layers = (attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k)
         query, key = (
@@ -134,4 +135,5 @@ def use_blocks(model: nn.Module, kinds: Iterable[str]) -> None:
         for block in model.get_submodule(kind).children():
             assert type(block) is ZImageTransformerBlock, type(block)
             block.__class__ = ZImageBlock
+            assert isinstance(block.attention, Attention)
             block.attention.set_processor(ZImageAttention())
