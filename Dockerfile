@@ -2,7 +2,7 @@
 #
 #   docker build -t simpletune .
 #   docker run --gpus all -e HF_TOKEN -v "$PWD/my_pictures:/home/simpletune/my_pictures:ro" -v simpletune-runs:/home/simpletune/runs \
-#     -v simpletune-cache:/home/simpletune/.cache simpletune train sd3_medium_lora_24gb data.path=my_pictures
+#     -v simpletune-cache:/home/simpletune/.cache simpletune train sd3_medium_lora_8gb data.path=my_pictures
 #
 # Pictures over HTTP (docs/how-to/serve.md): docker run --gpus all -p 127.0.0.1:8000:8000 -v simpletune-runs:/home/simpletune/runs \
 #   -v simpletune-cache:/home/simpletune/.cache simpletune serve --host 0.0.0.0

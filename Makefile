@@ -7,8 +7,8 @@ SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quality style test durations flaky slow gpu dry host softgpu kernels pages coverage torture \
-	torture-together web screens compare predictions shapes docs map mutants canary image tiny-sd3 \
-	tiny-sdxl tiny-encoders clean
+	torture-together web screens pictures compare predictions shapes docs map mutants canary image tiny-sd3 \
+	tiny-sdxl tiny-sdxl-flow tiny-encoders clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,10 @@ web: setup  ## click through the pages in headless Chromium (apt-get install chr
 screens: setup  ## draw docs/images/web_*: every page in every state, light on a desktop and dark on a phone; 3 min beside other work
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/support/web_screens.py
 
+pictures: setup  ## draw docs/images/methods_grid.png, which trains the demo by five methods, and stage_peaks.svg, from the stored predictions; 8 min beside other work
+	$(PY) -m benchmarks.stage_peaks
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.methods_grid
+
 compare: setup  ## BASE=commit: short trainings by that commit and by the working tree; losses, weights, pictures equal to the bit? 2 min on one core (27 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.compare_trees --base $(BASE) --rows "$(ROWS)"
 
@@ -124,6 +128,9 @@ tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hour
 
 tiny-sdxl: setup  ## train the UNet of the bundled tiny Stable Diffusion XL from scratch; 55 min on one thread of a busy machine, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sdxl
+
+tiny-sdxl-flow: setup  ## train the bundled tiny Stable Diffusion XL on by rectified flow, and a LoRA on the result; 17 min on one thread of a busy machine (4 min of it computing), resumable
+	$(PY) -m benchmarks.tiny_models.make_tiny_sdxl_flow
 
 tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from scratch; 30 min on one thread of a busy machine
 	$(PY) -m benchmarks.tiny_models.train_tiny_encoders

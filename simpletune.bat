@@ -1,6 +1,6 @@
 @echo off
 rem Opens the pages of simpletune in the browser. They run in Linux inside Windows (WSL 2), which this offers to install.
-rem Double click it, or drop a folder of pictures on it. Not yet tried on Windows: docs/how-to/wsl.md says what was tried.
+rem Double click it, or drop a folder of pictures on it. Not yet tried on Windows: see docs/how-to/install.md.
 setlocal EnableExtensions DisableDelayedExpansion
 title simpletune
 

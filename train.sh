@@ -41,7 +41,7 @@ if (($#)) && [[ -e $1 || ($1 != *=* && $1 != -*) ]]; then
     shift
     # Relative to the caller's folder; otherwise relative to the project, or the name of one of its configurations.
     if [[ $config != /* && $caller != "$root" ]]; then
-        if [[ -e $caller/$config || ! (-e $root/$config || -f $root/configs/$config.json) ]]; then
+        if [[ -e $caller/$config || ! (-e $root/$config || -f $root/configs/$config.json || -f $root/configs/more/$config.json) ]]; then
             config=$caller/$config
         fi
     fi

@@ -70,9 +70,10 @@ take_over() {
         stop "$1 could not be copied: ${said##*$'\n'}" "A virus scanner or another program may hold a file, or the disk is full. Wait, and run it again. Nothing was changed."
     }
     rm "$new/tar"
-    for file in "$new"/configs/*.json; do
-        file=configs/${file##*/}
+    for file in "$new"/configs/*.json "$new"/configs/more/*.json; do
+        file=${file#"$new/"}
         [[ ! -f $file ]] || cmp -s "$file" "$new/$file" || cp "$file" "$file.old" # it may have been edited
+        [[ $file != configs/more/* || ! -f configs/${file##*/} ]] || mv "configs/${file##*/}" "configs/${file##*/}.old" # was there before
     done
     rm -rf simpletune # or modules that are gone would stay
     cp -R "$new/." .

@@ -208,6 +208,14 @@ def _unets() -> Named:
     yield "sd15, inpainting", Row("holes, and a UNet of nine channels", holes | {"adapter": FULL, "precision": BF16})
     inside: Json = SD15 | {"adapter": FULL, "optimizer": SLOW, "train": TRAIN | {"clip": "per_parameter"}}
     yield "sd15, in backward", Row("updates in a UNet's backward", inside | {"memory": {"optimizer_in_backward": True}})
+    retrained: Json = {"name": "flow", "shift": "resolution", "round_time": True}
+    scaled: Json = {"family": "sdxl", "pretrained": f"{INPUTS}/sdxl", "vae_scale": 0.14, "vae_padding": "reflect"}
+    yield (
+        "sdxl, flow",
+        Row("rectified flow, another autoencoder", SDXL | {"objective": retrained, "model": scaled}, draws=True),
+    )
+    padded: Json = {"family": "sd15", "pretrained": f"{INPUTS}/sd15", "vae_shift": -0.47, "vae_padding": "zeros"}
+    yield "sd15, flow", Row("rectified flow", SD15 | {"objective": {"name": "flow"}, "model": padded})
     xl: Json = SDXL | {"precision": INT8, "memory": offloaded | {"feed_forward": "alone"}}
     yield "sdxl, int8, offloaded", Row("SDXL, single transformer blocks in host memory", xl, draws=True)
 

@@ -18,6 +18,7 @@ MEDIUM35 = (f"model.pretrained={SD35_MEDIUM}",)
 UNET = ("model.family=sd15", "adapter.rank=8", *PX512)
 FULL_UNET = ("model.family=sd15", *FULL, *PX512)
 XL = ("model.family=sdxl",)
+KLEIN = ("model.family=klein",)
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,9 @@ MORE = {
     "SDXL: full bf16, adamw8bit in backward, checkpoint inputs on the host": Row((*XL, *FULL, *HOST)),
     "SDXL: full bf16, adafactor in backward": Row((*XL, *FULL, *by("adafactor"))),
     "SDXL: full bf16, adamw8bit in backward, streamed": Row((*XL, *FULL, *STREAMED)),
+    # Not klein's LoRA, of which 189 MiB too much are predicted: benchmarks/results/notes.md.
+    "FLUX.2 klein: full bf16, adafactor in backward": Row((*KLEIN, *FULL, *by("adafactor"))),
+    "FLUX.2 klein: full bf16, adafactor in backward, streamed": Row((*KLEIN, *FULL, *by("adafactor"), *STREAMED)),
     # The other stages. Both columns include the stated allowance for cuDNN's convolutions.
     "prompts": Row((), "text"),
     "pictures to latents, 512 px": Row(PX512, "latents"),
@@ -137,6 +141,7 @@ MORE = {
     "validation, full bf16, adamw8bit in backward, tiles of 512 px": Row((*FULL, *TILES), "validate"),
     "SD3.5 Large: validation, LoRA r16 int8, plan, tiles of 512 px": Row((*LARGE, *PLAN, *TILES), "validate"),
     "SDXL: validation, LoRA r16 int8, tiles of 512 px": Row((*XL, *TILES), "validate"),
+    "FLUX.2 klein: pictures to latents": Row(KLEIN, "latents"),
 }  # fmt: skip
 ROWS: dict[str, Row] = GRID | MORE
 SAME = ("LoRA r16 int8, plan", "LoRA r16 int8, plan, no checkpointing", "prompts")

@@ -30,7 +30,7 @@ from benchmarks.compare_trees import ROOT, read_pixels, read_tensors
 from benchmarks.field_values import GROUPS, OWN, START, Group, Row
 
 PAGE = Path("benchmarks/results/cpu/field-effects.md")
-TIMED = re.compile(r"s/step|done in| in \d|moved the older run|GiB|MiB|\bOWN/")
+TIMED = re.compile(r"s/step|done in|first step after| in \d|moved the older run|GiB|MiB|\bOWN/")
 """Lines of the console with times, memory or paths, which differ between any two runs."""
 NOT_COMPARED = {"config.json", "summary.json", "environment.json", "attempts.json", "README.md", "predicted.json",
                 "report.html", "report.md", "state.json", "summary.md", "metrics.jsonl", "evaluations.jsonl",

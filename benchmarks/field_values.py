@@ -190,6 +190,9 @@ GROUPS: list[Group] = [
         "unet": Row(f"{INPUTS}/sd15_other", "loss"),
         "vae": Row(f"{INPUTS}/sd15_other", "loss"),
         "inpainting": Row(True, "loss", {"adapter": FULL, "optimizer": SLOW}),
+        "vae_scale": Row(0.5, "loss"),
+        "vae_shift": Row(0.5, "loss"),
+        "vae_padding": Row("reflect", "loss"),
     }),
     Group("SDXL", "model", SDXL, {
         "pretrained": Row(f"{INPUTS}/sdxl_other", "loss"),
@@ -364,6 +367,9 @@ GROUPS: list[Group] = [
         "max_sigma": Row(0.5, "loss"),
         "shift": Row(3.0, "loss"),
         "huber": Row({}, "loss"),
+    }, {"objective": {"name": "flow"}}),
+    Group("Flow", "objective", SD15, {
+        "round_time": Row(True, "loss"),
     }, {"objective": {"name": "flow"}}),
     Group("Huber", "objective.huber", SD3, {
         "c": Row(0.5, "loss"),

@@ -79,7 +79,7 @@ def hour(out: Path) -> list[Stage]:
     python = sys.executable
     train = (python, "-m", "simpletune", "train", "configs/demo.json", *SMOKE)
     flash = (*train, "name=first-hour-flash", "precision.compute=bf16", "speed.attention=flash")
-    tune = (python, "-m", "simpletune", "calibrate", str(speed_rows.CONFIG), *speed_rows.INPUT_GRADIENT)
+    tune = (python, "-m", "simpletune", "doctor", "--calibrate", str(speed_rows.CONFIG), *speed_rows.INPUT_GRADIENT)
     grids = (python, "-m", "benchmarks")
     measured = (*grids, "memory", "--out", str(out), "--measure-only", "--minutes")
     speed = (*grids, "speed", "--out", str(out), "--device", "cuda", "--minutes")

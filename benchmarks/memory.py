@@ -19,7 +19,7 @@ from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
 from simpletune.system.options import Json
 
-CONFIG = Path("configs/sd3_medium_lora_r16_int8.json")
+CONFIG = Path("configs/more/sd3_medium_lora_r16_int8.json")
 ENOUGH = ("schedule.warmup_steps=0", "device=auto", "memory.modulation=resident")  # rows name the plan
 PLAN = ("memory.modulation=plan",)
 FULL = (

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.study import BOTH, FULL, RUNS, STUDY
 
 SD3, SD35, SD15, SDXL = (Path("configs") / name for name in (
-    "sd3_medium_lora_r16_int8.json", "sd35_medium_lora_12gb.json", "sd15_lora.json", "sdxl_lora_24gb.json",
+    "more/sd3_medium_lora_r16_int8.json", "sd35_medium_lora_12gb.json", "sd15_lora.json", "sdxl_lora_24gb.json",
 ))  # fmt: skip
 SD15_FULL = Path("configs/sd15_dreambooth_full.json")
 

@@ -11,8 +11,8 @@ from benchmarks.published import MOSAIC, MOSAIC_BLOG, SCRATCH, SD15_FULL
 from simpletune.system.gpus import find_card
 from simpletune.system.prices import card_prices
 
-SD3 = Path("configs/sd3_from_scratch_256.json")
-LORA = Path("configs/sd3_medium_lora_r16_int8.json")
+SD3 = Path("configs/more/sd3_from_scratch_256.json")
+LORA = Path("configs/more/sd3_medium_lora_r16_int8.json")
 
 
 class Plan:

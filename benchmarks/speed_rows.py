@@ -7,7 +7,7 @@ from pathlib import Path
 
 from simpletune.engine.profiling.figures import KINDS
 
-CONFIG = Path("configs/sd3_medium_lora_r16_int8.json")
+CONFIG = Path("configs/more/sd3_medium_lora_r16_int8.json")
 ENOUGH = (
     "schedule.warmup_steps=0", "data.path=demo:pictures", "data.caption_dropout=0", "memory.modulation=resident",
 )  # fmt: skip

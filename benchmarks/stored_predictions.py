@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from simpletune.config.compute import settle_compute
-from simpletune.config.load import shipped_names
+from simpletune.config.load import shipped_files, shipped_names
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate import stored
 from simpletune.estimate.estimate_command import read_for_estimate
@@ -29,10 +29,10 @@ from simpletune.system.console import say, silence
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.startup import ensure_libraries
 
-# Every shipped configuration of few micro-batches as it is, and those of LoRA for a person's own pictures with one of
-# these changes.
+# Every shipped configuration of few micro-batches as it is, and of those to choose from the LoRAs for a person's own
+# pictures with one of these changes.
 GRID = {"adapter.rank": (4, 8, 16, 32, 64), "train.batch_size": (1, 2, 4), "data.resolution": (512, 768, 1024)}
-CHANGED = re.compile("(?!.*study|sdxl).*_lora")  # not of SDXL: its rows take twice SD3's time
+CHANGED = re.compile("(?!sdxl).*_lora")  # not of SDXL: its rows take twice SD3's time
 MOST_MICRO_BATCHES = 8  # each is simulated: the 128 of a training from scratch take minutes
 SAMPLE = 5  # rows that are computed again before rows of other sources are kept
 PROCESSES, SAVED = 2, 4  # processes; rows after which the file is written
@@ -48,10 +48,10 @@ class Row(NamedTuple):
 
 def grid() -> Iterator[Row]:
     """Yield the rows of the shipped configurations, then those of the changes, each key once."""
-    seen, names = set(), shipped_names()
+    seen = set()
     changes = [f"{setting}={value}" for setting, values in GRID.items() for value in values]
-    wanted: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in names]
-    changed = filter(CHANGED.match, names)
+    wanted: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in shipped_files()]
+    changed = filter(CHANGED.match, shipped_names())
     for file, overrides in [*wanted, *((name, (change,)) for name in changed for change in changes)]:
         try:
             config = settled(file, overrides)

@@ -21,7 +21,7 @@ from simpletune.runs.report.content import ReportSection, ReportTable
 from simpletune.runs.report.run_data import RunData, read_run
 from simpletune.system.console import say
 
-DEMO, REAL = Path("benchmarks/style.json"), Path("configs/sd3_medium_lora_r16_int8.json")
+DEMO, REAL = Path("benchmarks/style.json"), Path("configs/more/sd3_medium_lora_r16_int8.json")
 FULL = "full"
 LORA = ("precision.weights=int8-quanto", "adapter.dtype=bf16")
 RUNS: dict[str, tuple[str, ...]] = {

@@ -20,10 +20,10 @@ from typing import Any
 from simpletune.apps.cli import main as command_line
 from simpletune.commands.importers.importing import TOOLS
 from simpletune.commands.importers.translation import trainer_tables
+from simpletune.config.load import shipped_files, shipped_names
 from simpletune.config.schema import TrainConfig
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
-CONFIGS = REFERENCE.parent.parent / "configs"
 MARK = "<!-- Below this line, docs/generate.py writes this page. -->"
 Schema = dict[str, Any]
 
@@ -43,25 +43,34 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[st
 
 
 def commands() -> Iterator[str]:
-    """Each verb with its arguments, in the groups of ``simpletune --help``."""
-    (verbs,) = (action for action in command_line.parser()._actions if isinstance(action, argparse._SubParsersAction))
+    """Each verb with its arguments, in the groups of ``simpletune --help``; those of ``lora`` after it."""
+    top = command_line.parser().verbs()
+    assert top is not None
     for group, names in command_line.VERB_GROUPS.items():
         yield f"## {group[0].upper()}{group[1:]}"
         yield ""
         for name in names:
-            yield f"### {name}"
-            yield ""
-            yield f"{cell(verbs.choices[name].description)}."
-            yield ""
-            if rows := list(arguments(verbs.choices[name])):
-                yield from table(("argument", "what it does"), rows)
+            verb = top.choices[name]
+            yield from command(name, verb)
+            for inner, parser in () if (own := verb.verbs()) is None else own.choices.items():
+                yield from command(f"{name} {inner}", parser)
+
+
+def command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    """One verb with its arguments."""
+    yield f"### {name}"
+    yield ""
+    yield f"{cell(parser.description)}."
+    yield ""
+    if rows := list(arguments(parser)):
+        yield from table(("argument", "what it does"), rows)
 
 
 def arguments(verb: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     """The arguments of a verb, as its help shows them."""
     formatter = verb._get_formatter()
     for action in verb._actions:
-        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
+        if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)) or action.help == argparse.SUPPRESS:
             continue
         name = action.metavar or action.dest if not action.option_strings else action.dest.upper()
         values = formatter._format_args(action, str(name)) if action.nargs != 0 else ""
@@ -176,9 +185,14 @@ def configuration() -> Iterator[str]:
     """The configurations that the package includes, and every field."""
     yield "## Configurations that come with simpletune"
     yield ""
-    files = [file for file in sorted(CONFIGS.glob("*.json")) if file.name != "schema.json"]
-    shipped = [(f"`{file.stem}`", json.loads(file.read_text())["about"]) for file in files]
-    yield from table(("name", "what it is"), shipped)
+    files, names = shipped_files(), shipped_names()
+    rows = {name: (f"`{name}`", json.loads(file.read_text())["about"]) for name, file in files.items()}
+    yield from table(("name", "what it is"), (rows.pop(name) for name in names))
+    yield "### More of them"
+    yield ""
+    yield "Lists leave these out: each differs from another in a field or two, or is for studies, benchmarks and tests."
+    yield ""
+    yield from table(("name", "what it is"), rows.values())
     yield from Fields(TrainConfig.model_json_schema(by_alias=True)).lines()
 
 
@@ -199,7 +213,16 @@ def import_keys() -> Iterator[str]:
             for key, text in sorted(idle.items()):  # one reason, or one for some values each
                 of_values = [f"`{value}`: {why}" for value, why in text.items()] if isinstance(text, dict) else [text]
                 rows.append((f"`{key}`", f"not needed: {'; '.join(of_values)}"))
-            yield from table(("key", "here"), rows)
+            yield from table(("key", "here"), together(rows))
+
+
+def together(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Rows of keys that become the same, as one row where the first of them stands."""
+    keys: dict[str, list[str]] = {}
+    for key, text in rows:
+        keys.setdefault(text, []).append(key)
+    for text, same in keys.items():
+        yield ", ".join(same), text
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {

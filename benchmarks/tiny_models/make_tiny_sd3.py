@@ -20,7 +20,7 @@ from benchmarks.tiny_models import networks, tiny_sd3, train_autoencoder, train_
 from simpletune.data.demo import demo_scenes
 from simpletune.system.atomic import new_folder
 
-CONFIG = Path("configs/tiny_sd3_from_scratch.json")
+CONFIG = Path("configs/more/tiny_sd3_from_scratch.json")
 CARD = Path(__file__).with_name("tiny_sd3_card.md")
 LAYERS = 3
 IMAGES = 12_288

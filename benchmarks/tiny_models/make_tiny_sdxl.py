@@ -19,7 +19,7 @@ from simpletune.data import demo
 from simpletune.models.objectives.ddpm import ZERO_SNR
 from simpletune.system.atomic import new_folder
 
-FIRST, SECOND = Path("configs/tiny_sdxl_from_scratch.json"), Path("configs/tiny_sdxl_v.json")
+FIRST, SECOND = Path("configs/more/tiny_sdxl_from_scratch.json"), Path("configs/more/tiny_sdxl_v.json")
 CARD = Path(__file__).with_name("tiny_sdxl_card.md")
 IMAGES = 6_144
 CLIP_L, CLIP_G = train_text_encoders.CLIP_WIDTHS

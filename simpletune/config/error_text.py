@@ -223,11 +223,6 @@ def other_field(path: str, owner: type[Option], root: type[Option]) -> str:
     """Suggest a field for an unknown one: of its ``owner``, by another trainer's name, or of another section of the
     ``root``."""
     word = path.rpartition(".")[2]
-    near = did_you_mean(word, [field.alias or name for name, field in owner.model_fields.items()])
-    if "Did you mean" in near:
-        return near
-    if word in ELSEWHERE:
-        return f" Did you mean {ELSEWHERE[word]}?"
     paths: dict[str, list[str]] = defaultdict(list)
     members: dict[str, list[str]] = defaultdict(list)
     for section, field in root.model_fields.items():
@@ -237,7 +232,13 @@ def other_field(path: str, owner: type[Option], root: type[Option]) -> str:
                 paths[name] += {f"{section}.{inner.alias or name}": 0}.keys() - paths[name]
                 if union is not None:
                     members[f"{section}.{name}"].append(f"{section}.{union.tag} {tag_values(option, union.tag)[0]}")
-    if path in members:
+    near = did_you_mean(word, [field.alias or name for name, field in owner.model_fields.items()])
+    if path not in members:
+        if "Did you mean" in near:
+            return near
+        if word in ELSEWHERE:
+            return f" Did you mean {ELSEWHERE[word]}?"
+    else:  # a like name of this member means something else, as min_sigma does for min_snr_gamma
         return f" Only {' and '.join(members[path])} {'has' if len(members[path]) == 1 else 'have'} it"
     found = difflib.get_close_matches(word[:SHOWN], paths, n=1, cutoff=0.8)
     return f" Did you mean {' or '.join(paths[found[0]][:3])}?" if found else near

@@ -57,10 +57,11 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "parameters", f"{trained:,} of the base's {total:,} trained ({100 * trained / total:.2f}%)"
     else:
         yield "trains", f"by {config.adapter.method}; the number of parameters is unknown until the model is downloaded"
-    known = located.files.is_schedule_known()
-    predicts = config.objective.describe(
-        located.files.scheduler_config() if known else None, located.files.schedule_source() if known else ""
-    )
+    known, predicts = located.files.is_schedule_known(), None
+    if len(model.objectives) > 1:
+        predicts = config.objective.describe(
+            located.files.scheduler_config() if known else None, located.files.schedule_source() if known else ""
+        )
     if predicts is not None:
         yield "predicts", predicts
     yield "weights", f"{config.precision.weights}, {config.precision.describe_matmul()}"
@@ -231,6 +232,17 @@ def _notes(config: TrainConfig) -> Iterator[str]:
         yield (
             f"the name of {config.model.pretrained} suggests {suggested.words.title}, and model.family is "
             f"{config.model.family}: its configuration is checked before its weights are downloaded"
+        )
+    if config.objective.usage(config.model.flow) is not None:
+        if config.model.pretrained in config.model.files.hub_names and not config.adapter.trains_base:
+            yield (
+                f"{config.model.pretrained} predicts noise: a LoRA by objective.name {config.objective.name} needs a "
+                "base that was trained by it. Name one: model.pretrained"
+            )
+        yield (
+            f"nothing in the files tells whether {config.model.pretrained} was trained by objective.name "
+            f"{config.objective.name}. With validation.loss_samples, the run first prints the base's loss of one step "
+            f"by {' and by '.join(config.model.objectives)}"
         )
     yield from source_notes(config.data, inpaints=known_to_inpaint(config))
     if config.train.steps is None and config.train.epochs is None:

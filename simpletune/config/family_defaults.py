@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from simpletune.models.families import FAMILIES, family_suggested
+from simpletune.models.objectives.flow import Flow
 from simpletune.models.shared.family import Family
 from simpletune.system.options import Json
+
+FLOW: str = Flow.model_fields["name"].default
 
 
 def family_defaults(family: Family) -> dict[str, dict[str, object]]:
@@ -42,6 +45,10 @@ def with_family(data: Json) -> Json:
     if family is None:
         return data
     defaults = family_defaults(family)
+    objective = data.get("objective")
+    if isinstance(objective, dict) and objective.get("name") == FLOW and family.flow.shift is not None:
+        uniform = {} if {"logit_mean", "logit_std"} & objective.keys() else {"sigma": "uniform"}  # as NoobAI-RF
+        defaults["objective"] |= {**uniform, "shift": family.flow.shift}
     if family.architecture.modulation is None:  # a memory.profile may plan modulations
         defaults["memory"] = {"modulation": "auto"}
     return _fill(data, defaults)

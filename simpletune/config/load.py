@@ -62,17 +62,26 @@ def shipped_folder(package: Path) -> Path:
 
 
 SHIPPED_FOLDER = shipped_folder(PACKAGE)
+# A folder in it, of those that lists leave out: they differ from another in a field or two, or are there for studies,
+# benchmarks and tests. Their names are found like the others'.
+MORE = "more"
+
+
+def shipped_files() -> dict[str, Path]:
+    """Return all shipped configurations by name: the file's, without ``.json``."""
+    files = (*SHIPPED_FOLDER.glob("*.json"), *(SHIPPED_FOLDER / MORE).glob("*.json"))
+    return {file.stem: file for file in sorted(files) if file.name != "schema.json"}
 
 
 def shipped_names() -> list[str]:
-    """List the names of the shipped configurations: file names without ``.json``."""
-    return sorted(file.stem for file in SHIPPED_FOLDER.glob("*.json") if file.name != "schema.json")
+    """List the names of the shipped configurations to choose from."""
+    return [name for name, file in shipped_files().items() if file.parent.name != MORE]
 
 
 def find_config(file: Path) -> Path:
     """Return the shipped file if ``file`` is its name and no file of the current folder has it, else ``file``."""
-    is_name = file.name == str(file) and file.name in shipped_names()
-    return SHIPPED_FOLDER / f"{file.name}.json" if is_name and (file.is_dir() or not file.exists()) else file
+    shipped = shipped_files().get(str(file))
+    return shipped if shipped is not None and (file.is_dir() or not file.exists()) else file
 
 
 def read_config(
@@ -99,12 +108,12 @@ def read_json(file: Path) -> Json:
     try:
         data = strict_json.read(find_config(file))
     except FileNotFoundError:
-        names = shipped_names()
         beside = [each for each in file.parent.glob("[!.]*") if each.suffix == ".json" or each.is_dir()]
-        meant = {**{name: name for name in names}, **{each.stem: str(each) for each in beside}}
+        meant = {**{name: name for name in shipped_files()}, **{each.stem: str(each) for each in beside}}
         near = difflib.get_close_matches(file.stem, meant, n=1)
+        count = len(shipped_names())
         known = (
-            f"Give the path of a JSON file, the name of one of the {len(names)} in {SHIPPED_FOLDER}, such as demo, or, "
+            f"Give the path of a JSON file, the name of one of the {count} in {SHIPPED_FOLDER}, such as demo, or, "
             "for train, init and data, a folder of pictures"
         )
         hint = f"Did you mean {meant[near[0]]}?" if near else known

@@ -47,7 +47,7 @@ def file_problems(config: TrainConfig, family_known: bool = True, needs_data: bo
     found += config.shape_rules(dict(shapes)) if shapes else []
     try:
         if config.model.files.is_schedule_known():  # without a download
-            found += list(config.objective.problems(config.model.files.scheduler_config))
+            found += list(config.objective.problems(config.model.files.scheduler_config, config.model.flow))
     except UserError as error:
         found.append(Problem("model.pretrained", str(error)))
     return found
@@ -59,7 +59,7 @@ def require_model_rules(config: TrainConfig) -> None:
     The model's folder is resolved. All problems are raised as one ``ConfigError``.
     """
     problems = list(config.shape_rules(config.model.architecture.known_shapes()))
-    problems += config.objective.problems(config.model.files.scheduler_config)
+    problems += config.objective.problems(config.model.files.scheduler_config, config.model.flow)
     if problems:
         raise ConfigError(problems)
 

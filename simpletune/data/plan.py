@@ -1,6 +1,6 @@
 """The run's plan: the samples, captions, noise levels and noise of each step, as a function of the seed and the step.
 
-docs/explanation/reproducibility.md describes the keys and the order; tests/reference re-implements them.
+tests/reference/README.md describes the keys and the order, and re-implements them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_model_folder
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.multi_source import field_of
 from simpletune.estimate.job_estimate import MIB, Estimate, estimate, known_job, needs_of, shipped_job
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.simulate.processes import simulated_process_count
@@ -85,7 +87,18 @@ def estimate_config(
         )
     if time is not None:
         lines += ["", *time_lines(time)]
+    if missing := _missing_folders(config):
+        lines += ["", f"  to count the data set, too, add {' '.join(f'{field}=FOLDER' for field in missing)}"]
     return "\n".join(lines)
+
+
+def _missing_folders(config: TrainConfig) -> list[str]:
+    """List the fields that name folders of pictures which are not there."""
+    return [
+        field_of(config.data, index, "path")
+        for index, source in enumerate(config.data.members)
+        if isinstance(source, Folder) and not source.path.startswith(DEMO) and not Path(source.path).exists()
+    ]
 
 
 def say_what_is_known(config: TrainConfig, card: Card | None, reserved: int) -> None:

@@ -1,4 +1,4 @@
-"""``simpletune calibrate CONFIG``: tune the int8 kernels for a run ahead of its first step."""
+"""``simpletune doctor --calibrate CONFIG``: tune the int8 kernels for a run ahead of its first step."""
 
 from __future__ import annotations
 

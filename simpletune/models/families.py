@@ -24,6 +24,8 @@ from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import is_single_file
 from simpletune.models.shared.words import PublicBase
 from simpletune.models.zimage.zimage_option import ZImage
+from simpletune.system.hub import cached_folder
+from simpletune.system.hub_account import Access, access_to
 from simpletune.system.options import UserError
 
 Model = Annotated[SD3 | SD15 | SDXL | Klein | ZImage, Field(discriminator="family")]
@@ -88,6 +90,17 @@ def likely_family(source: str) -> Family:
 def public_base(name: str) -> PublicBase | None:
     """Return the public model with a Hub name; None if it is none of the families'."""
     return next((base for family in FAMILIES for base in family.words.bases if base.name == name), None)
+
+
+def is_downloaded(name: str) -> bool:
+    """Return whether all parts that training needs of a base on the Hub are in the Hub's cache."""
+    parts = likely_family(name).model_copy(update={"pretrained": name}).files.hub_parts()
+    return all(cached_folder(part) is not None for part in parts)
+
+
+def base_access(name: str) -> Access:
+    """Return whether a base on the Hub is here, or else what ``access_to`` says."""
+    return Access("here") if is_downloaded(name) else access_to(name)
 
 
 def family_suggested(source: str) -> Family | None:

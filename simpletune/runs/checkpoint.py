@@ -38,7 +38,7 @@ from simpletune.runs.checkpoint_folders import (
 )
 from simpletune.runs.figure_sums import figure_sums
 from simpletune.runs.folder import read_parent, read_stacked
-from simpletune.runs.model_card import shareable
+from simpletune.runs.model_card import shareable, usage_fields
 from simpletune.runs.result import export_result
 from simpletune.system.atomic import atomic_folder, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
@@ -92,6 +92,7 @@ def metadata_of(run: Path, config: TrainConfig, step: int) -> dict[str, str]:
     and those under it."""
     shared = shareable(config)  # of a checkpoint's files, too, which people share as they do a result
     found = {"simpletune_config": shared.model_dump_json(by_alias=True), "simpletune_step": str(step)}
+    found |= usage_fields(config)
     if (parent := read_parent(run)) is not None:
         found["simpletune_parent"] = json.dumps(parent)
     if stacked := read_stacked(run):

@@ -6,6 +6,7 @@ Cards, and everything else meant to be shared, name local files without their fo
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simpletune.adapters.files.header import OBJECTIVE
 from simpletune.adapters.text.embedding_files import how_to_use
 from simpletune.adapters.text.text_option import embedding_name
 from simpletune.config.schema import TrainConfig
@@ -30,6 +32,7 @@ from simpletune.system.options import Json, plural
 if TYPE_CHECKING:
     from simpletune.stages.sample import ImageRequest
 
+HINT = "modelspec.usage_hint"  # in headers
 CARD, GRID = "README.md", "samples/grid.png"
 INPUT_FILE, MASK_FILE = "input.png", "mask.png"  # which the reader has
 MERGED = "merged"  # the base with the LoRAs that it was trained on top of
@@ -128,6 +131,17 @@ def shareable(config: TrainConfig) -> TrainConfig:
     )
 
 
+def usage(config: TrainConfig) -> str | None:
+    """Say what a user of the result has to set, because no file tells it; None: nothing."""
+    return config.objective.usage(config.model.conventions(config.objective, config.data.resolution))
+
+
+def usage_fields(config: TrainConfig) -> dict[str, str]:
+    """Return the fields of a result's header that say ``usage``."""
+    said = usage(config)
+    return {} if said is None else {OBJECTIVE: config.objective.name, HINT: said}
+
+
 def parent_words(parent: Json) -> str:
     """Describe a LoRA that a run began with or trained on top of, besides its name."""
     steps = "" if parent["steps"] is None else f"{plural(parent['steps'], 'step')}, "
@@ -206,6 +220,8 @@ def _rows(config: TrainConfig, summary: Json, images: int) -> Iterator[tuple[str
     schedule = f"{config.schedule.name}, {plural(config.schedule.warmup_steps, 'warm-up step')}"
     yield "learning rate", f"{config.optimizer.lr:g} ({config.optimizer.name}; {schedule})"
     yield "resolution", f"{config.data.resolution} px"
+    if usage(config) is not None:
+        yield "objective", f"{config.objective.name}: {config.objective.describe(None, '')}"
     held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
     places = ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.data.members))
     yield "pictures", f"{images} from {escape_cell(places)}{held_out}"
@@ -232,6 +248,8 @@ def _rows(config: TrainConfig, summary: Json, images: int) -> Iterator[tuple[str
 
 def _use(config: TrainConfig, example: ImageRequest) -> Iterator[str]:
     """Yield the instructions for diffusers and for the inference scripts."""
+    if (said := usage(config)) is not None:
+        yield said
     first = config.adapter.before_diffusers(config.model.lora[0].name)
     if first is not None:
         result = config.adapter.result(config.model.denoiser)
@@ -243,7 +261,7 @@ def _use(config: TrainConfig, example: ImageRequest) -> Iterator[str]:
                 (public_name(lora) for lora in under),
                 _local_name(config, config.model.files.weights_from),
             )
-            merge = shlex.join(["simpletune", "merge", *loras, "--base", base, "--out", MERGED])
+            merge = shlex.join(["simpletune", "lora", "merge", *loras, "--base", base, "--out", MERGED])
             yield f"It was trained on top of other LoRAs. Merge them into the base first:\n\n```sh\n{merge}\n```"
         yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
     if (option := config.text.embeddings) is not None:
@@ -255,6 +273,9 @@ def _use(config: TrainConfig, example: ImageRequest) -> Iterator[str]:
     replaced = [f"{name} {code(public_name(value))}" for name, value in parts.items() if value]
     if replaced:
         yield f"The run replaced parts of the base: {', '.join(replaced)}. Code for diffusers uses the base's own."
+    if changes := config.model.files.changes_of("vae"):
+        listed = ", ".join(f"{key} {value}" for key, value in changes.items())
+        yield f"The autoencoder's latents are of {listed}, which `pipeline.vae` needs, too."
     base = _local_name(config, config.model.pretrained)
     script = "full_model" if config.adapter.trains_base else "lora"  # from the project's folder
     words = ["python", f"inference/{script}_inference.py", "--run", "path/to/this/folder", "--model", base]
@@ -297,7 +318,8 @@ def snippet(config: TrainConfig, example: ImageRequest) -> str:
     )
     part, kind, pipeline = model.denoiser, model.architecture.diffusers_class, model.pipeline
     extra = [f"{part}={part}"] if own or config.adapter.trains_base else []
-    scheduler = config.objective.diffusers_scheduler()
+    conventions = model.conventions(config.objective, math.sqrt(example.width * example.height))
+    scheduler = config.objective.diffusers_scheduler(conventions)
     classes = ", ".join([*([scheduler[0]] if scheduler else []), *([kind] if extra else []), pipeline])
     extra += [f"{name}={value}" for name, value in model.text.pipeline_arguments().items()]
     extra += [f"revision={model.revision!r}"] if model.revision and is_hub_name(model.pretrained) else []

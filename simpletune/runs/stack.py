@@ -16,6 +16,7 @@ from simpletune.runs.folder import read_stacked
 from simpletune.runs.model_card import public_name
 from simpletune.runs.weights_names import find_lora
 from simpletune.system.checksums import sha256_of
+from simpletune.system.console import say
 from simpletune.system.hub import is_hub_name
 from simpletune.system.options import Json, UserError
 
@@ -103,14 +104,20 @@ def require_lora_families(config: TrainConfig) -> None:
 
 
 def require_lora_of(place: str, file: Path, config: TrainConfig) -> None:
-    """Check by its header, before the base is loaded, that a LoRA is of the base's family. Raises UserError, which
-    begins with its option, if it is not."""
+    """Check by its header, before the base is loaded, that a LoRA is of the base's family, and name another objective.
+    Raises UserError, which begins with its option, if it is of another family."""
     from simpletune.adapters.files.header import LoraHeader
 
     header = LoraHeader(file)
     sizes = ((module, header.size(module)) for module in header.modules.values())
     layers = {layer: (size.outputs, size.inputs) for module, size in sizes if size for layer in module.layers}
     require_family_of(place, layers, [config.model.lora[0].names])
+    told, own = header.objective, config.objective.name
+    if told in config.model.objectives and told != own:
+        say(
+            f"note    {place} was trained by {told}, as its header says, and the base is used by {own}: its update "
+            "does not suit it"
+        )
 
 
 def require_elsewhere(given: GivenLora, config: TrainConfig) -> None:
@@ -161,7 +168,7 @@ class _StackedTensors:
         try:
             return self._merger.get(name)
         except UserError as error:
-            raise UserError(f"model.loras: {error} in simpletune merge, and train on its result") from None
+            raise UserError(f"model.loras: {error} in simpletune lora merge, and train on its result") from None
 
 
 def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
@@ -191,8 +198,8 @@ def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
             encoders = encoders_in(text, config.model.lora[0].names.encoders)
             raise UserError(
                 f"{each.place} also updates {encoders}, and model.loras changes only the {part}. Train on "
-                "what simpletune merge writes: a single file with its text encoders, or with --denoiser-only a folder "
-                f"for model.{part}"
+                "what simpletune lora merge writes: a single file with its text encoders, or with --denoiser-only a "
+                f"folder for model.{part}"
             )
         updates = without_other_input(each.place, updates, shapes)
         require_shapes(each.place, updates, shapes)

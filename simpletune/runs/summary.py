@@ -180,7 +180,7 @@ def print_stopped(run: Path, steps: int) -> None:
     name = f"{run}@{step}"
     say(f"stopped: step {step} of {steps} is saved: {folder}")
     say(f"         to draw with it: {quote_command('simpletune', 'generate', '--run', name)}")
-    say(f"         to make it the result: {quote_command('simpletune', 'finish', run)}")
+    say(f"         to make it the result: {quote_command('simpletune', 'control', run, '--finish')}")
 
 
 def print_data(prepared: PreparedData) -> None:

@@ -120,7 +120,7 @@ def find_in_run(run: CheckpointRef) -> WeightsRef:
         raise UserError(f"{folder} has no result and no checkpoint. Continue training it, or name another run")
     raise UserError(
         f"{folder} has no result, because it is unfinished. Export its last checkpoint with "
-        f"`{quote_command('simpletune', 'finish', folder)}`, or name a checkpoint: "
+        f"`{quote_command('simpletune', 'control', folder, '--finish')}`, or name a checkpoint: "
         f"{join_names([f'{folder}@{step}' for step in reversed(steps)], 4)}"
     )
 

@@ -120,7 +120,8 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
         raise UserError(
             f"device: nvidia-smi works (driver {driver}), but torch {torch.__version__} (CUDA {torch.version.cuda}) "
             "finds no GPU: the driver is too old for this build, or the build is for the CPU. CUDA 13 builds need "
-            "driver 580 or newer. Update the driver, or install a matching build (SIMPLETUNE_TORCH_INDEX, see README)"
+            "driver 580 or newer. Update the driver, or install a matching build (SIMPLETUNE_TORCH_INDEX, "
+            "docs/how-to/install.md)"
         )
     if is_demo and asked == "auto":
         return torch.device("cpu"), "cpu (no GPU; the demo model is small)"
@@ -174,9 +175,9 @@ def _require_known_card(capability: tuple[int, int], built_for: list[str], build
     older = capability < min(of for _, of in known)
     remedy = (
         f"CUDA 13 builds support {sm(CUDA_13_FROM)} (T4) and newer. Install a CUDA 12.6 build for older cards: "
-        f"{CUDA_12_6} (see README)"
+        f"{CUDA_12_6} (docs/how-to/install.md)"
         if older
-        else "Install a newer torch for this card (SIMPLETUNE_TORCH_INDEX, see README)"
+        else "Install a newer torch for this card (SIMPLETUNE_TORCH_INDEX, docs/how-to/install.md)"
     )
     raise UserError(
         f"device: this GPU is {sm(capability)}, but torch {build} is built for {', '.join(built_for)}. {remedy}"

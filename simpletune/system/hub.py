@@ -6,20 +6,16 @@ could contain a token or a signed URL.
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import logging
-import queue
 import re
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +23,7 @@ from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
 from simpletune.system.disk import DiskFull, describe_full_disk, free_disk_bytes
 from simpletune.system.model_folder import HALF, NAMES, weight_files
-from simpletune.system.options import Json, UserError, plural
+from simpletune.system.options import UserError, plural
 from simpletune.system.shell import login_command
 
 if TYPE_CHECKING:
@@ -275,6 +271,7 @@ def listing(repository: Repository) -> tuple[HubFile, ...]:
     """List a repository's files."""
     from huggingface_hub import HfApi, constants
 
+    # One request; snapshot_download(dry_run=True) makes one for each file, and tells no sums.
     with explain_hub_errors(repository):
         info = HfApi().repo_info(
             repository.name,
@@ -321,8 +318,9 @@ def fetch_files(files: Sequence[HubFile]) -> None:
         names = ", ".join(dict.fromkeys(file.repository.name for file in missing))
         count, free = plural(len(missing), "file"), free_disk_bytes(cache)
         say(f"fetching {size / GIB:.2f} GiB in {count} from {names} to {cache} ({free / GIB:.0f} GiB free)")
-    for file in missing:
+    for file in missing:  # one by one: snapshot_download's eight at once would lose the parts of eight when it is ended
         _fetch_file(file)
+    # After the files, where the library notes it before: without a network, the last complete commit is used.
     for repository, commit in dict.fromkeys((file.repository, file.commit) for file in files):
         note = repository.cache / "refs" / (repository.revision or constants.DEFAULT_REVISION)
         if note.name != commit and (not note.exists() or note.read_text(encoding="utf-8") != commit):
@@ -355,8 +353,8 @@ def _fetch_file(file: HubFile) -> None:
     large = file.sha256 is not None
     with explain_hub_errors(file.repository, file):
         shown = progress(f"fetch {file.path}", -(-file.size // MIB), "MiB") if large else nullcontext(lambda: None)
-        with shown as count:
-            _download(file, _progress_bar(count))
+        with shown as count, _watch(count) as watched:
+            _download(file, *watched)
         if large and sha256_of(file.place) != file.sha256:
             for damaged in (file.place.resolve(), file.place):
                 damaged.unlink(missing_ok=True)
@@ -365,127 +363,82 @@ def _fetch_file(file: HubFile) -> None:
             )
 
 
-def _download(file: HubFile, bar: type[tqdm]) -> None:
-    """Call huggingface_hub, up to ``TRIES`` times for failures that it does not retry itself."""
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import HTTPError
+def _download(file: HubFile, bar: type[tqdm], stalled: threading.Event) -> None:
+    """Call huggingface_hub, without hf_xet once that has failed or stood still, and up to ``TRIES`` times for failures
+    that it does not retry itself."""
+    from huggingface_hub import constants, get_session, hf_hub_download
+    from huggingface_hub.utils._runtime import is_xet_available
 
     for handler in logging.getLogger("huggingface_hub").handlers:
         handler.addFilter(_without_addresses)
-    uses_xet = not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
-    if file.sha256 is not None and uses_xet:
-        fault = _download_apart(file, bar)
-        if fault is None:
-            return
-        say(f"fetch {file.path}: {fault}; tries again without xet (HF_HUB_DISABLE_XET=1 does so from the start)")
-        constants.HF_HUB_DISABLE_XET = True  # the library reads the variable only once; now for all files to come
-    for attempt in range(1, TRIES + 1):
+    attempt = 1
+    while True:
+        get_session().timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT  # its request for hf_xet's token has none (2.4)
+        uses_xet = file.sha256 is not None and is_xet_available()
         try:
-            hf_hub_download(**_download_arguments(file), tqdm_class=bar)
+            hf_hub_download(
+                file.repository.name,
+                file.path,
+                repo_type=file.repository.kind,
+                revision=file.commit,
+                cache_dir=constants.HF_HUB_CACHE,
+                endpoint=constants.ENDPOINT,
+                etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
+                tqdm_class=bar,
+            )
             return
-        except (HTTPError, OSError) as error:
-            if attempt == TRIES or not _is_temporary(error):
+        except Exception as error:
+            if uses_xet:
+                fault = (
+                    f"nothing has arrived for {STALLED:g} s" if stalled.is_set() else f"failed ({type(error).__name__})"
+                )
+                say(f"fetch {file.path}: {fault}; tries again without xet (HF_HUB_DISABLE_XET=1: from the start)")
+                constants.HF_HUB_DISABLE_XET = True  # for all files to come; the library reads the variable only once
+            elif attempt == TRIES or not _is_temporary(error):
                 raise
-            say(f"fetch {file.path}: {type(error).__name__}, attempt {attempt + 1} of {TRIES}")
-            time.sleep(PAUSE * attempt)
+            else:
+                attempt += 1
+                say(f"fetch {file.path}: {type(error).__name__}, attempt {attempt} of {TRIES}")
+                time.sleep(PAUSE * (attempt - 1))
 
 
-def _download_apart(file: HubFile, bar: type[tqdm]) -> str | None:
-    """Download a file in a process of its own: hf_xet may hang for hours, waits where Python cannot interrupt it, and
-    holds the lock of the file meanwhile, so that only the end of its process lets another attempt begin.
-
-    Returns:
-        What was wrong: nothing arrived for ``STALLED`` seconds, or it failed; None if the file is there.
-    """
-    bars: dict[str, tqdm] = {}
-    before, fault = _incomplete(file), ""
-    none = subprocess.DEVNULL
-    with subprocess.Popen(_command(file), stdin=none, stdout=subprocess.PIPE, stderr=none, text=True) as child:
-        assert child.stdout is not None
-        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=_pass_on, args=(child.stdout, lines), daemon=True).start()
-        try:
-            moved, seen = time.monotonic(), before
-            while True:
-                try:
-                    number, _, rest = lines.get(timeout=LOOK).partition(" ")
-                    if number in ("", "failed"):  # the end
-                        fault = f"failed ({rest.strip()})" if number else f"ended with code {child.wait()}"
-                        break
-                    bars.setdefault(number, bar()).update(int(rest))
-                    moved = time.monotonic()
-                except queue.Empty:
-                    now, arrived = time.monotonic(), _incomplete(file)  # perhaps another process fetches it
-                    moved, seen = (now if arrived != seen else moved), arrived
-                    if now - moved >= STALLED:
-                        fault = f"nothing has arrived for {STALLED:g} s"
-                        break
-        finally:
-            child.kill()
-            child.wait()
-            for left in set(_incomplete(file)) - set(before):  # a killed process removes nothing
-                left.unlink(missing_ok=True)
-    return None if child.returncode == 0 and file.place.exists() else fault
-
-
-def _incomplete(file: HubFile) -> dict[Path, tuple[int, int]]:
-    """Return the size and time of what has arrived of a file so far."""
-    found = {}
-    for part in (file.repository.cache / "blobs").glob(f"{file.sha256}*.incomplete"):
-        with suppress(FileNotFoundError):  # it has just been completed
-            status = part.stat()
-            found[part] = status.st_size, status.st_mtime_ns
-    return found
-
-
-def _pass_on(stream: Iterable[str], lines: queue.SimpleQueue[str]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put("")
-
-
-def _download_arguments(file: HubFile) -> Json:
-    """Return the arguments of ``hf_hub_download`` for a file."""
-    from huggingface_hub import constants
-
-    return {
-        "repo_id": file.repository.name,
-        "filename": file.path,
-        "repo_type": file.repository.kind,
-        "revision": file.commit,
-        "cache_dir": constants.HF_HUB_CACHE,
-        "endpoint": constants.ENDPOINT,
-        "etag_timeout": constants.HF_HUB_ETAG_TIMEOUT,
-    }
-
-
-def _command(file: HubFile) -> list[str]:
-    """Return the command of ``download_alone`` for a file."""
-    # Without the current folder, whose files could hide modules; the package's comes last, as it may not be installed.
-    found = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
-    script = f"{found}; from simpletune.system.hub import download_alone; download_alone()"
-    return [sys.executable, "-P", "-c", script, json.dumps(_download_arguments(file))]
-
-
-def download_alone() -> None:
-    """Download, as a process, the file that ``_command`` describes. Prints a line for all bytes that arrive, ``BAR
-    BYTES``, and ``failed CLASS`` after an error, whose text could contain a token or a signed URL."""
-    from huggingface_hub import hf_hub_download
+@contextmanager
+def _watch(count: Callable[[], None]) -> Iterator[tuple[type[tqdm], threading.Event]]:
+    """Give a progress bar for huggingface_hub that shows nothing and calls ``count`` once per megabyte, and an event
+    that says that hf_xet, which may wait for hours, was aborted: nothing had arrived for ``STALLED`` seconds."""
     from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils._xet import abort_xet_session
 
-    class Reported(tqdm):
+    ended, stalled = threading.Event(), threading.Event()
+    counted, moved = 0, inf  # until there is a bar: perhaps another process fetches the file, and holds its lock
+
+    class Counter(tqdm):
+        """Of bytes. hf_xet has two, for the network and the disk; the one that is ahead counts."""
+
         def __init__(self, **_: object):
+            nonlocal moved
             super().__init__(disable=True)
+            self.bytes, moved = 0, time.monotonic()
 
         def update(self, n: float | None = 1) -> None:
-            if n:
-                print(id(self), int(n), flush=True)
+            nonlocal counted, moved
+            self.bytes, moved = self.bytes + int(n or 0), time.monotonic()  # negative when a download starts over
+            while counted < self.bytes // MIB:
+                counted += 1
+                count()
 
+    def look() -> None:
+        while not ended.wait(LOOK):
+            if time.monotonic() - moved >= STALLED:
+                stalled.set()
+                abort_xet_session()
+                return
+
+    threading.Thread(target=look, daemon=True).start()
     try:
-        hf_hub_download(**json.loads(sys.argv[1]), tqdm_class=Reported)
-    except Exception as error:  # the parent tries again without hf_xet, and explains what happens then
-        print("failed", type(error).__name__, flush=True)
-        sys.exit(1)
+        yield Counter, stalled
+    finally:
+        ended.set()
 
 
 def _is_temporary(error: Exception) -> bool:
@@ -507,30 +460,6 @@ def _without_addresses(record: logging.LogRecord) -> bool:
     """Remove URLs from huggingface_hub's warnings: a signed URL gives every reader of the log access to the file."""
     record.msg, record.args = re.sub(r"https?://\S*[^\s:]", "the hub", record.getMessage()), ()
     return True
-
-
-def _progress_bar(count: Callable[[], None]) -> type[tqdm]:
-    """Create a progress bar for huggingface_hub that shows nothing and calls ``count`` once per megabyte.
-
-    hf_xet has two bars, for the network and the disk; the one that is ahead counts.
-    """
-    from huggingface_hub.utils import tqdm
-
-    counted = 0
-
-    class Counter(tqdm):
-        def __init__(self, **_: object):
-            super().__init__(disable=True)
-            self.bytes = 0
-
-        def update(self, n: float | None = 1) -> None:
-            nonlocal counted
-            self.bytes += int(n or 0)  # negative when a download starts over
-            while counted < self.bytes // MIB:
-                counted += 1
-                count()
-
-    return Counter
 
 
 @contextmanager

@@ -15,14 +15,14 @@ from typing import Literal, NamedTuple
 from simpletune.system.hub import Repository, explain_hub_errors, has_token
 from simpletune.system.options import UserError
 
-FILE = "model_index.json"  # a small file that every pipeline has
+FILE = "model_index.json"  # a small file that every pipeline has, for a question
 SECONDS = 5.0  # timeout for the Hub
 KEPT = 60.0  # seconds for which an answer is remembered
 TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
 TOKENS = "https://huggingface.co/settings/tokens"
-State = Literal["here", "ready", "no token", "refused", "licence", "unknown"]
+State = Literal["here", "ready", "no token", "refused", "licence", "not found", "unknown"]
 """Of a model: in the cache; may be downloaded; needs a token; the token was refused; its licence has not been accepted;
-the Hub gave no answer."""
+it does not exist, or is another account's; the Hub gave no answer."""
 
 
 class Access(NamedTuple):
@@ -34,7 +34,7 @@ class Access(NamedTuple):
     @property
     def may_fail(self) -> bool:
         """Whether a download is known to fail."""
-        return self.state in ("no token", "refused", "licence")
+        return self.state in ("no token", "refused", "licence", "not found")
 
 
 _asked: dict[tuple[str, bool], tuple[float, Access]] = {}
@@ -99,11 +99,6 @@ def _without_tokens() -> Iterator[None]:
         raise UserError(f"The Hub does not accept this token for a person's account. Make one at {TOKENS}") from None
 
 
-def is_cached(name: str) -> bool:
-    """Return whether a model, or a part of it, is in the Hub's cache."""
-    return any((Repository(name).cache / "snapshots").glob(f"*/{FILE}"))
-
-
 def known_access(name: str) -> Access | None:
     """Return what ``access_to`` has found lately; None if it has not been asked."""
     found = _asked.get((name, bool(token_source())))
@@ -111,13 +106,11 @@ def known_access(name: str) -> Access | None:
 
 
 def access_to(name: str) -> Access:
-    """Ask whether this account may download a model, by a HEAD request for a small file, if it is not in the cache."""
+    """Ask whether this account may download a model, by a HEAD request for a small file."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     repository = Repository(name)
-    if is_cached(name):
-        return Access("here")
     if (found := known_access(name)) is not None and not found.may_fail:  # a licence may have been accepted meanwhile
         return found
     source = token_source()
@@ -130,7 +123,8 @@ def access_to(name: str) -> Access:
                 state = "licence" if error.response.status_code == 403 else "refused" if source else "no token"
                 raise
             except HfHubHTTPError as error:
-                state = "refused" if source and error.response.status_code == 401 else "unknown"
+                missing: State = "not found" if isinstance(error, RepositoryNotFoundError) else "unknown"
+                state = "refused" if source and error.response.status_code == 401 else missing
                 raise
     except UserError as error:
         access = Access(state, str(error))

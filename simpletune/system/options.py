@@ -94,7 +94,7 @@ class ConfigError(UserError):
     """All problems of a configuration at once."""
 
     def __init__(self, problems: list[Problem], source: str = "configuration"):
-        self.problems = problems
+        self.problems, self.source = problems, source
         head = f"{source}: {plural(len(problems), 'problem')}"
         lines = first_lines([str(problem) for problem in problems], SHOWN)
         super().__init__("\n".join([head, *(f"  {line}" for line in lines)]), code=2)

@@ -1,7 +1,7 @@
 """Counter-based random numbers: every draw depends only on its key, never on earlier draws.
 
 So a run is a function of (configuration, step): resuming needs no saved random state, and the noise levels of future
-steps are known in advance. docs/explanation/reproducibility.md lists the keys.
+steps are known in advance. tests/reference/README.md lists the keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Export a result from a checkpoint, without training or data: ``simpletune finish``, and a result that was lost."""
+"""Export a result from a checkpoint, without training or data: ``simpletune control RUN --finish``, and a result that
+was lost."""
 
 from __future__ import annotations
 

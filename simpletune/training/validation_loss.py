@@ -9,22 +9,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from simpletune.adapters.methods.adapter import TrainingMethod
+from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import TRAINED, drift_groups, standard_error
 from simpletune.data.samples import PlannedSample
 from simpletune.engine.denoiser import Denoiser
 from simpletune.engine.fp16_blocks import finite_passes
+from simpletune.models.objectives import Objective
+from simpletune.models.objectives.objective import TrainingObjective
 from simpletune.runs.folder import DRIFT
 from simpletune.runs.repair import CHANGED, set_aside
-from simpletune.stages.step.batch_loader import BatchLoader
+from simpletune.stages.step.batch_loader import Batch, BatchLoader
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.step.variant import restore_base
 from simpletune.system.console import detail, progress
@@ -88,6 +92,36 @@ class LossEvaluator:
             return figures(denoiser)
         finally:
             denoiser.train(was_training)
+
+    @torch.no_grad()
+    def one_step_losses(self, denoiser: Denoiser) -> dict[str, float]:
+        """Return the base's mean squared error for the first sample, in the middle of the noise levels, by each
+        objective that its family can be trained with: no file tells which the base was trained with."""
+        core, model = self.core, self.core.config.model
+        batch = next(iter(self.batches.single_batches(self.batches.plan.evaluation(1))))
+        objectives = [core.config.objective, *objectives_beside(core.config)]
+        found: dict[str, float] = {}
+        was_training, own = denoiser.training, core.plain.process
+        denoiser.eval()
+        try:
+            for objective in objectives:
+                if list(objective.problems(model.files.scheduler_config, model.flow)):
+                    continue  # the base's scheduler says that it is not this one
+                process = objective.process(model.files.scheduler_config, model.flow)
+                middle = replace(batch, level=torch.full_like(batch.level, objective.quantile(0.5, 1.0)))
+
+                def predict(middle: Batch = middle) -> Tensor:
+                    return core.variant.predict(denoiser, middle)
+
+                core.plain.process = process
+                with nullcontext() if self.adapter.trains_base else restore_base(self.adapter, denoiser):
+                    prediction = finite_passes(denoiser, predict)
+                target = process.target(middle.z_0, middle.noise, middle.level)
+                found[objective.name] = (prediction.float() - target).square().mean().item()
+        finally:
+            core.plain.process = own
+            denoiser.train(was_training)
+        return found
 
     def _compare_with_base(self, denoiser: Denoiser) -> ValidationFigures:
         base = self._base(denoiser)
@@ -175,6 +209,12 @@ class LossEvaluator:
             {group: fmean(values) for group, values in drift.items()},
             {group: standard_error(values) for group, values in drift.items()},
         )
+
+
+def objectives_beside(config: TrainConfig) -> list[TrainingObjective]:
+    """Return the objectives, with their defaults, that models of the base's family can be trained with instead."""
+    others = (name for name in config.model.objectives if name != config.objective.name)
+    return [TypeAdapter[TrainingObjective](Objective).validate_python({"name": name}) for name in others]
 
 
 def _mean_and_each(losses: list[Tensor]) -> tuple[float, list[float]]:

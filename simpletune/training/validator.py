@@ -20,6 +20,7 @@ from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.atomic import write_json
+from simpletune.system.console import say
 from simpletune.system.options import Json
 from simpletune.system.printable import describe_exception
 from simpletune.system.stage_timer import StageTimer
@@ -27,6 +28,7 @@ from simpletune.training.trackers import Trackers
 from simpletune.training.validation_images import Previews
 from simpletune.training.validation_loss import LossEvaluator
 
+ONE_STEP = "the loss of one step by each objective"
 EVALUATING, GENERATING = "the validation loss", "drawing validation pictures"
 GENERATING_BASE = "drawing the base's validation pictures"
 T = TypeVar("T")
@@ -95,6 +97,8 @@ class Validator:
     def before_training(self, start: int, steps: int) -> None:
         """Evaluate and generate before the first step of this process, if that is still to be done."""
         if start == 0:
+            if self.evaluator.samples and len(self.config.model.objectives) > 1:
+                self.tasks.run(ONE_STEP, self.say_one_step_losses)
             before = self.try_to_evaluate(0)
             write_json(self.folder / EVALUATION, {"eval_loss": before, **self.evaluated_on})
             if self.has_start:
@@ -128,6 +132,13 @@ class Validator:
         self.tasks.run(GENERATING_BASE, self.generate_base, step)
         if step or self.has_start:
             self.tasks.run(GENERATING, self.generate, step)
+
+    def say_one_step_losses(self) -> None:
+        """Print the base's loss of one step by each objective, without a verdict."""
+        with self.stages.stage("validate"):
+            found = self.evaluator.one_step_losses(self.core.denoiser)
+        listed = ", ".join(f"{loss:.3f} by {name}" for name, loss in found.items())
+        say(f"base    loss of one step at half the noise: {listed} (the run trains by {self.config.objective.name})")
 
     def evaluate(self, step: int, start: bool = False) -> float | None:
         """Compute the validation loss and the drift, and record them by step; at step 0 the base's, or with ``start``

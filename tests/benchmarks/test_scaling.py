@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,16 +101,26 @@ def test_processes_that_fail_are_said() -> None:
 
 
 def test_the_page_of_the_docs_repeats_the_results() -> None:
-    """Every predicted row from 8 cards on, with the columns that docs/explanation/scaling.md has."""
+    """A row of docs/how-to/several-machines.md has efficiency, days and cost of two plans for 8 to 256 cards, and its
+    sentences the cost of a LoRA's plan and the published rates of 8 cards."""
     root = Path(__file__).resolve().parents[2]
     rows = json.loads((root / "benchmarks/results/cpu/scaling.json").read_text())["rows"]
     assert set(rows) <= set(scaling.jobs())
     results = (root / "benchmarks/results/cpu/scaling.md").read_text()
-    lines = {re.sub(" +", " ", line) for line in (root / "docs/explanation/scaling.md").read_text().splitlines()}
+    cells: dict[str, dict[int, tuple[str, ...]]] = {}
     for name, plan in scaling_plans.PLANS.items():
         assert escape_markdown(about(plan)) in results
         found = {cards: rows[key(name, plan, cards)] for cards in scaling.CARDS}
+        cells[name] = {cards: predicted_cells(cards, found, plan) for cards in scaling.CARDS[1:]}
+    page = (root / "docs/how-to/several-machines.md").read_text()
+    for title in ("SD 2 base from scratch", "SD3 from scratch"):
+        small, large = (cells[f"{title}, {side} px"] for side in (256, 512))
         for cards in scaling.CARDS[1:]:
-            cells = predicted_cells(cards, found, plan)
-            kept = [cells[at] for at in (0, 3, 5, 6, 9, 11, *((12, 13) if plan.published else ()))]
-            assert re.sub(" +", " ", f"| {' | '.join(kept)} |") in lines, (name, cards)
+            kept = [str(cards), *(each[cards][at] for each in (small, large) for at in (5, 9, 11))]
+            assert f"\n| {' | '.join(kept)} |\n" in page, (title, cards)
+    words = " ".join(page.split())
+    of_lora = cells["SD3 Medium, LoRA r16, int8, 1024 px"]
+    assert f"predicted to cost {of_lora[8][11]} on 8 L4 and {of_lora[256][11]} on 256" in words
+    first, second = (cells[f"SD 2 base from scratch, {side} px"][8] for side in (256, 512))
+    assert f"publishes {first[12]} pictures per second on 8 cards at 256 px, where {first[3]} are predicted" in words
+    assert f"and {second[12]} at 512 px, where {second[3]} are predicted" in words

@@ -26,7 +26,7 @@ from simpletune.apps.cli.lora import merge_arguments
 from simpletune.apps.cli.main import main
 from simpletune.config import load
 from simpletune.config.error_text import problems_of
-from simpletune.config.load import read_config, read_saved, validate
+from simpletune.config.load import read_config, read_saved, shipped_files, validate
 from simpletune.config.overrides import merge
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
@@ -83,7 +83,7 @@ def test_a_path_has_every_key_of_the_json_and_no_tag() -> None:
         ({"data": {"resolution": 1000}}, "data.resolution: 1000 is not a multiple of 16, which SD3 needs. Use 992 or"),
         ({"data": {"resolution": 40}}, "data.resolution: 40 is not a multiple of 16, which SD3 needs. Use 32 or 48"),
         ({"data": {"on_error": "skpi"}}, "data.on_error: .*one of stop, skip. Did you mean skip?"),
-        ({"objective": {"shift": "x"}}, 'objective.shift: .*a number, without quotes or "auto"'),
+        ({"objective": {"shift": "x"}}, "objective.shift: .*a number, without quotes or one of auto, resolution"),
         ({"name": "a/b"}, 'name: "a/b" does not fit. Use at most 100 letters, digits'),
         ({"train": {"steps": 1, "epochs": 1}}, "train.epochs: steps and epochs are both set"),
         ({"train": {"steps": 5}, "schedule": {"warmup_steps": 5}}, "schedule.warmup_steps: 5 warm-up"),
@@ -358,12 +358,14 @@ def test_the_schema_documents_every_field() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.json")), ids=lambda file: file.name)
+def test_the_schema_of_editors_is_that_of_the_classes() -> None:
+    assert json.loads((ROOT / "configs" / "schema.json").read_text()) == TrainConfig.model_json_schema(by_alias=True)
+
+
+@pytest.mark.parametrize("file", shipped_files().values(), ids=lambda file: file.name)
 def test_every_config_loads_and_says_what_it_is_for(file: Path) -> None:
-    if file.name == "schema.json":
-        assert json.loads(file.read_text()) == TrainConfig.model_json_schema(by_alias=True)
-        return
     data = json.loads(file.read_text())
+    assert (file.parent / data["$schema"]).samefile(ROOT / "configs" / "schema.json")
     needs_images = not data["data"].get("path", "").startswith("demo:")
     made_here = data.get("model", {}).get("pretrained", "").startswith("runs/")  # by make tiny-sd3, make tiny-sdxl
     tiny = f"model.pretrained=demo:tiny-{data.get('model', {}).get('family', 'sd3')}"
@@ -409,18 +411,18 @@ def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stay
         ("evaluate runs/x --seed 1.5", "--seed: 1.5 is not a whole number from -2^63 to 2^64 - 1"),
         ("plan demo --device L4 --reserve nan", "--reserve: nan is not a number of GiB of at least 0"),
         ("control runs/x --stop --wait nan", "--wait: nan is not a number of seconds of at least 0"),
-        ("mix a:1 --density 0 --out x", "--density: 0 is not a number greater than 0 and at most 1"),
-        ("export x --format kohia", "--format: unknown value kohia. Did you mean kohya?"),
+        ("lora mix a:1 --density 0 --out x", "--density: 0 is not a number greater than 0 and at most 1"),
+        ("lora export x --format kohia", "--format: unknown value kohia. Did you mean kohya?"),
         ("generate --base --full", "--full: not allowed with argument --base"),
         ("data x.json --pictures 3000", "--pictures: 3000 is not a whole number from 0 to 2000"),
-        ("resize x --rank 0 --out y", "--rank: 0 is not a whole number of at least 1"),
+        ("lora resize x --rank 0 --out y", "--rank: 0 is not a whole number of at least 1"),
         ("report run --price 0", "--price: 0 is not a price in dollars per hour, above 0 and below 10000"),
         ("serve --port 70000", "--port: 70000 is not a port from 0 to 65535"),
         ("check x.json --fast", "unknown argument --fast"),
         ("generate -prompt x", "unknown argument -prompt. Did you mean --prompt?"),
         ("generate --stregnth=2", "unknown argument --stregnth=2. Did you mean --strength?"),
-        ("inspect x a.b=c", "unknown argument a.b=c"),
-        ("extract a b", "--out is missing"),
+        ("lora inspect x a.b=c", "unknown argument a.b=c"),
+        ("lora extract a b", "--out is missing"),
         ("train", "CONFIG is missing"),
         ("trian demo", "unknown verb trian. Did you mean train?"),
         ("--verson", "unknown argument --verson. Did you mean --version?"),
@@ -429,7 +431,8 @@ def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stay
 def test_a_command_line_that_cannot_be_read_says_one_thing(words: str, message: str, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words.split())
-    place = "" if words in ("trian demo", "--verson") else f" {words.split()[0]}"
+    verb = re.match(r"(lora )?\w+", words)
+    place = "" if words == "trian demo" or verb is None else f" {verb[0]}"
     expected = f"error: {message}{'' if message.endswith('?') else '.'} See simpletune{place} --help\n"
     assert stopped.value.code == 2 and capsys.readouterr().err == expected
 
@@ -483,10 +486,10 @@ def test_what_interrupts_a_verb_is_no_traceback(interruption, code, said, capfd,
         raise interruption
 
     kept = os.dup(1)
-    monkeypatch.setitem(cli_main.VERBS, "schema", (interrupted, lambda parser: None))
+    monkeypatch.setitem(cli_main.VERBS, "web", (interrupted, lambda parser: None))
     monkeypatch.setattr("sys.stdout", SimpleNamespace(fileno=lambda: 1))
     try:
-        assert main(["schema"]) == code
+        assert main(["web"]) == code
         os.write(1, b"the rest")
     finally:
         os.dup2(kept, 1)
@@ -668,8 +671,8 @@ def test_full_memory_of_the_machine_is_said_with_its_numbers(error: Exception, c
     def fails(args: argparse.Namespace) -> None:
         raise error
 
-    monkeypatch.setitem(cli_main.VERBS, "schema", (fails, lambda parser: None))
-    assert main(["schema"]) == 5
+    monkeypatch.setitem(cli_main.VERBS, "web", (fails, lambda parser: None))
+    assert main(["web"]) == 5
     said = capsys.readouterr().err
     assert re.search(r"^error: this machine's memory is full.*; this process has used up to \d+\.\d GiB\. End", said)
     assert all(number in said for number in re.findall(r"\d{5,}|40.0 GiB", str(error)))
@@ -679,9 +682,9 @@ def test_another_runtime_error_keeps_its_traceback(monkeypatch) -> None:
     def fails(args: argparse.Namespace) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setitem(cli_main.VERBS, "schema", (fails, lambda parser: None))
+    monkeypatch.setitem(cli_main.VERBS, "web", (fails, lambda parser: None))
     with pytest.raises(RuntimeError, match="a bug"):
-        main(["schema"])
+        main(["web"])
 
 
 @pytest.mark.parametrize("path", ["data.path", "data.mask_path", "model.pretrained", "model.text_encoders"])

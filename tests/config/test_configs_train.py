@@ -14,7 +14,7 @@ from slow_cases import slow_but
 from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.config.explain import explain
-from simpletune.config.load import read_config
+from simpletune.config.load import read_config, shipped_files
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.engine.memory.profiles import with_profile
 from simpletune.runs.result import result_files
@@ -22,7 +22,7 @@ from simpletune.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACED = "sd3_medium_lora_4gb.json"  # one has a trace: what profiling adds is the same for all
-FILES = sorted(file for file in (ROOT / "configs").glob("*.json") if file.name != "schema.json")
+FILES = list(shipped_files().values())
 FAST = (  # one of each family, LoRA, full fine-tuning and embeddings alone, and most levers
     "demo_embeddings", "sd15_lora", "sd3_medium_full_8gb", "sd3_medium_lora_4gb", "sdxl_lora_6gb",
 )  # fmt: skip
@@ -66,9 +66,7 @@ def captions(file: Path) -> list[str]:
     return [f"data.prompt=a {embeddings['token']} picture"] if embeddings else []
 
 
-@pytest.mark.parametrize(
-    "file", slow_but([ROOT / "configs" / f"{name}.json" for name in FAST], FILES), ids=lambda file: file.name
-)
+@pytest.mark.parametrize("file", slow_but([shipped_files()[name] for name in FAST], FILES), ids=lambda file: file.name)
 def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unets: dict[str, Path]) -> None:
     overrides = [
         *tiny_model(file, tiny_config, tiny_unets), "device=cpu",

@@ -1,10 +1,9 @@
-"""docs and CONTRIBUTING: every path and function of the map exists, and the walkthrough's adapter trains."""
+"""Pages that show code: what the map names exists, what add-a-method adds trains, and add-a-family shows a family."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -15,18 +14,22 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import losses_of
+from simulated import assert_same_bytes
+from tiny_runs import resumed_from, run_with, saved_weights
 
-import simpletune.adapters.methods
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.folder import read_metrics
 from simpletune.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
-MAP = ROOT / "docs" / "explanation" / "how-it-works.md"
-LISTING = re.compile(r"\*\*([\w./]+)\*\*[^\n`]*:\n\n```(\w+)\n(.*?)```", re.S)
-ADAPTER = "simpletune/adapters/methods/bias.py"
+MAP, HOW_TO = ROOT / "docs" / "explanation" / "how-it-works.md", ROOT / "docs" / "how-to"
+LISTING = re.compile(r"\*\*([\w./\\]+)\*\*[^\n`]*:\n\n```(\w+)\n(.*?)```", re.S)
+ADDED = {  # by the page: the class's file, the union's, its name there, the field of TrainConfig
+    "simpletune/adapters/methods/bias.py": ("simpletune.adapters.methods", "Adapter", "adapter"),
+    "simpletune/engine/quant/fp8.py": ("simpletune.engine.quant", "Precision", "precision"),
+    "simpletune/engine/optim/sgd.py": ("simpletune.engine.optim", "Optimizer", "optimizer"),
+}
 
 
 def names_in(file: Path) -> set[str]:
@@ -63,39 +66,35 @@ def module_of(code: str, name: str, folder: Path, patch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """The listings, after their adapter has joined the union ``adapter`` of the configuration."""
-    files = {path: code for path, _, code in LISTING.findall((ROOT / "CONTRIBUTING.md").read_text())}
-    folder = tmp_path / "listings"
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The listings of add-a-method, after their classes have joined the unions of the configuration."""
+    page = (HOW_TO / "add-a-method.md").read_text()
+    files = {path.replace("\\", ""): code for path, _, code in LISTING.findall(page)}
+    folder, fields = tmp_path / "listings", TrainConfig.model_fields
     folder.mkdir()
-    module_of(files[ADAPTER], "simpletune.adapters.methods.bias", folder, monkeypatch)
-    union: dict[str, object] = {}
-    exec(
-        files["simpletune/adapters/methods/__init__.py"],
-        vars(simpletune.adapters.methods) | {"__name__": "union"},
-        union,
-    )
-    field = TrainConfig.model_fields["adapter"]
-    before = field.annotation
-    field.annotation = get_args(union["Adapter"])[0]
+    before = {field: fields[field].annotation for _, _, field in ADDED.values()}
+    for path, (package, name, field) in ADDED.items():
+        module_of(files[path], path.removesuffix(".py").replace("/", "."), folder, monkeypatch)
+        union: dict[str, object] = {}
+        exec(
+            files[package.replace(".", "/") + "/__init__.py"], vars(sys.modules[package]) | {"__name__": "union"}, union
+        )
+        old, new = (members_of(annotated) for annotated in (vars(sys.modules[package])[name], union[name]))
+        assert len(new - old) == 1 and old < new  # the page's union has all members
+        fields[field].annotation = get_args(union[name])[0]
     TrainConfig.model_rebuild(force=True)
     yield files
-    field.annotation = before
+    for field, annotation in before.items():
+        fields[field].annotation = annotation
     TrainConfig.model_rebuild(force=True)
 
 
-def test_the_walkthrough_s_union_has_all_members_and_its_configuration_fits(walkthrough: dict[str, str]) -> None:
-    members = {member.__name__ for member in get_args(TrainConfig.model_fields["adapter"].annotation)}
-    before = {member.__name__ for member in get_args(get_args(simpletune.adapters.methods.Adapter)[0])}
-    assert members == before | {"Bias"}
-    config = json.loads(walkthrough["configs/sd3_medium_bias.json"])
-    here = config | {"data": config["data"] | {"path": "demo:pictures"}}
-    assert validate(here, "walkthrough").adapter.method == "bias"
-    assert len(config["about"]) > 30
+def members_of(annotated: object) -> set[str]:
+    return {member.__name__ for member in get_args(get_args(annotated)[0])}
 
 
-def test_the_walkthrough_s_adapter_trains_the_biases_alone(
-    walkthrough: dict[str, str], tiny_config: dict, tiny_pipeline: Path
+def test_the_added_method_trains_the_biases_alone(
+    added: dict[str, str], tiny_config: dict, tiny_pipeline: Path
 ) -> None:
     data = tiny_config | {"adapter": {"method": "bias"}, "train": {"steps": 1}}
     run = train(validate(data, "bias"))
@@ -106,18 +105,31 @@ def test_the_walkthrough_s_adapter_trains_the_biases_alone(
     assert changed and all(name.startswith("transformer_blocks.") and name.endswith(".bias") for name in changed)
 
 
-def test_the_walkthrough_s_golden_losses(walkthrough: dict[str, str], tiny_config: dict) -> None:
-    recorded = json.loads("{" + walkthrough["tests/reference/golden_losses.json"].rstrip().rstrip(",") + "}")
-    losses = losses_of(tiny_config, "bias", "fp32", "fp32")
-    assert losses == pytest.approx(recorded["bias-fp32-fp32"], rel=1e-5)
-
-
-def test_the_walkthrough_s_tests_pass(
-    walkthrough: dict[str, str], tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_added_method_s_test_passes(
+    added: dict[str, str], tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = module_of(walkthrough["tests/adapters/methods/test_bias.py"], "walkthrough_test_bias", tmp_path, monkeypatch)
-    (cases,) = own.test_the_last_blocks_train.pytestmark
-    for values in cases.args[1]:
-        own.test_the_last_blocks_train(*values)
-    own.test_more_blocks_than_the_model_has_are_refused()
+    own = module_of(added["tests/adapters/methods/test_bias.py"], "page_test_bias", tmp_path, monkeypatch)
     own.test_losses_are_those_of_partial(tiny_config)
+
+
+def test_the_added_precision_and_optimizer_train_resume_and_are_predicted(
+    added: dict[str, str], tiny_config: dict
+) -> None:
+    changes = {"precision": {"weights": "fp8"}, "optimizer": {"name": "sgd", "lr": 0.01}, "checkpoint": {"every": 2}}
+    data = tiny_config | changes
+    assert_same_bytes(validate(data, "predicted"))
+    whole = run_with(data)
+    losses = [row["loss"] for row in read_metrics(whole)]
+    plain = [row["loss"] for row in read_metrics(run_with(data, name="plain", precision={"weights": "bf16"}))]
+    assert losses != plain and losses == pytest.approx(plain, rel=0.05)  # stored in 8 bits, and near
+    after = saved_weights(whole, 4)
+    torch.testing.assert_close(saved_weights(resumed_from(whole, data, 2), 4), after, rtol=0, atol=0)
+
+
+def test_the_page_of_a_family_shows_a_family_that_runs() -> None:
+    """Its listings stand in made_up.py, which test_made_up_family.py trains and draws with."""
+    source = (ROOT / "tests" / "support" / "made_up.py").read_text()
+    page = (HOW_TO / "add-a-family.md").read_text()
+    listings = re.findall(r"```python\n(.*?)```", page, re.S)
+    parts = [part.strip("\n") for listing in listings for part in re.split(r"^ *\.\.\.\n", listing, flags=re.M)]
+    assert len(listings) >= 4 and [part for part in parts if part not in source] == []

@@ -158,7 +158,7 @@ def test_every_command_of_the_notebook_is_parsed_and_its_configuration_read(monk
         if each[0] != "simpletune":
             continue
         args = parse(each[1:])
-        if hasattr(args, "config"):
+        if getattr(args, "config", None) is not None:
             read_config(args.config, args.overrides, needs_data=False, needs_model=False)
 
 

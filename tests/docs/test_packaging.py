@@ -19,7 +19,9 @@ from imports import imports_of
 from packages import SOURCES, build, copy_sources
 
 from simpletune.apps.cli.main import main
-from simpletune.config.load import SHIPPED_FOLDER, read_config, read_json, shipped_folder, shipped_names
+from simpletune.commands.init.choices import templates_for
+from simpletune.config.load import SHIPPED_FOLDER, read_config, read_json, shipped_files, shipped_folder, shipped_names
+from simpletune.models.families import FAMILIES
 from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +66,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_reads_its_configurations(
     files = [Path(folder, name).relative_to(ROOT) for folder, _, names in walk for name in names]
     expected = {file.as_posix() for file in files if "__pycache__" not in file.parts}
     held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert {f"simpletune/configs/{file.name}" for file in (ROOT / "configs").iterdir()} <= held
+    assert {f"simpletune/{file.relative_to(ROOT)}" for file in (ROOT / "configs").rglob("*.json")} <= held
     assert held == expected
     ZipFile(wheel).extractall(tmp_path / "site")
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from simpletune.apps.cli.main import main"
@@ -124,8 +126,8 @@ def test_a_checkout_that_is_not_installed_has_the_fallback_version(tmp_path: Pat
 
 
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
-def test_the_readme_names_every_extra(extra: str) -> None:
-    assert f"`{extra}`" in (ROOT / "README.md").read_text()
+def test_a_page_names_every_extra(extra: str) -> None:
+    assert f"`{extra}`" in (ROOT / "docs" / "how-to" / "install.md").read_text()
 
 
 def test_the_citation_has_the_package_s_version_and_licence() -> None:
@@ -138,11 +140,22 @@ def test_the_citation_has_the_package_s_version_and_licence() -> None:
 
 def test_every_shipped_configuration_has_a_name() -> None:
     assert SHIPPED_FOLDER.resolve() == ROOT / "configs"
-    assert "demo" in shipped_names() and "schema" not in shipped_names()
-    for name in shipped_names():
-        by_name, _ = read_config(Path(name), needs_data=False, needs_model=False)
-        by_path, _ = read_config(ROOT / "configs" / f"{name}.json", needs_data=False, needs_model=False)
+    files = [file for file in (ROOT / "configs").rglob("*.json") if file.name != "schema.json"]
+    assert len(files) == len({file.name for file in files}) == len(shipped_files()) > 50
+    for file in files:
+        by_name, _ = read_config(Path(file.stem), needs_data=False, needs_model=False)
+        by_path, _ = read_config(file, needs_data=False, needs_model=False)
         assert by_name == by_path
+
+
+def test_lists_leave_out_what_serves_studies_benchmarks_and_tests() -> None:
+    names = shipped_names()
+    assert names == sorted(file.stem for file in (ROOT / "configs").glob("*.json") if file.stem != "schema")
+    assert not [name for name in names if re.search("study|tiny|from_scratch|_r16_", name)]
+    for family in FAMILIES:  # what init and the page start from
+        bases = (each.templates for each in family.words.bases if each.templates is not None)
+        templates = {template for each in (family.words.templates, *bases) for template in each.values()}
+        assert {name for template in templates for name in templates_for(template, "24gb")} <= {*names}
 
 
 def test_verbs_take_a_name_from_any_folder_where_a_file_wins(
@@ -168,6 +181,7 @@ def test_a_wrong_name_is_met_with_the_right_ones(tmp_path: Path, monkeypatch: py
         ("demo.json", "demo"),
         ("configs/sd3_medium_lora_8gb.json", "sd3_medium_lora_8gb"),
         ("sd3_medium_lora_8g", "sd3_medium_lora_8gb"),
+        ("configs/sd3_medium_lora_r16_int8.json", "sd3_medium_lora_r16_int8"),  # where it was in version 0.1
         ("elsewhere/demo", "demo"),
     ):
         with pytest.raises(UserError, match=rf"does not exist\. Did you mean {meant}\?") as caught:

@@ -74,8 +74,9 @@ class Machine:
         for name in ("train.sh", "test.sh", "pyproject.toml", "simpletune/setup.sh", DRY, ".ci/run", ".ci/dry"):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / name, self.root / name)
-        (self.root / "configs").mkdir()
-        (self.root / "configs" / "demo.json").write_text("{}")
+        (self.root / "configs" / "more").mkdir(parents=True)
+        for name in ("demo", "more/rarer"):
+            (self.root / "configs" / f"{name}.json").write_text("{}")
         for tool in TOOLS.split():
             if found := shutil.which(tool):
                 (self.bin / tool).symlink_to(found)
@@ -764,6 +765,7 @@ def test_from_elsewhere_config_is_the_callers_and_paths_are_the_projects(ready: 
         ("theirs", "theirs"),  # not there, but in the project
         ("configs/demo.json", "configs/demo.json"),  # not there, but in the project
         ("demo", "demo"),  # the name of a shipped configuration
+        ("rarer", "rarer"),  # one that lists leave out
         ("absent.json", f"{elsewhere}/absent.json"),  # so that the error names where it was looked for
     ]:
         output = ready.run("train.sh", given, "train.steps=3", cwd=elsewhere)

@@ -159,11 +159,17 @@ def test_a_folder_that_is_no_clone_takes_a_newer_copy(plain: Path, source: Path)
     assert "Download and unpack" in update(plain, status=2)
     newer(source)
     write(source, {"configs/shipped.json": '{"new": 1}', "runs/other/x": "", ".venv/broken": ""})
+    write(source, {"configs/more/moved.json": "new", "configs/more/other.json": "new"})
+    write(plain, {"configs/moved.json": "edited", "configs/more/other.json": "edited"})
     said = update(plain, "source")  # relative to the caller's folder
     assert "before: simpletune 1" in said and "after: simpletune 2" in said and "  - Short\n" in said
     assert not (plain / "simpletune/gone.py").exists() and not (plain / "runs/other").exists()
     assert (plain / "configs/mine.json").read_text() == "mine" and (plain / "runs/dog").exists()
     assert (plain / "configs/shipped.json.old").read_text() == "{}" and not (plain / ".venv/broken").exists()
+    folder = plain / "configs"
+    held = {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*.json*")}
+    assert held.items() >= {"moved.json.old": "edited", "more/moved.json": "new", "more/other.json": "new"}.items()
+    assert held["more/other.json.old"] == "edited" and "moved.json" not in held
     assert not (plain / ".update.new").exists()
 
 

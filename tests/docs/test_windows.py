@@ -1,6 +1,6 @@
 """simpletune.bat, as far as its text shows, and its part in Linux, with made-up programs of WSL and Windows.
 
-cmd.exe is not here. By hand, each branch of the file was run in Wine's (docs/how-to/wsl.md).
+cmd.exe is not here. By hand, each branch of the file was run in Wine's (docs/how-to/install.md).
 """
 
 from __future__ import annotations
@@ -61,6 +61,24 @@ def test_the_commands_that_linux_gets_are_bash_s() -> None:
     assert len(commands) == 4
     for command in commands:
         subprocess.run(["bash", "-n", "-c", command], check=True)
+
+
+@pytest.mark.parametrize(
+    ("release", "is_wsl_1"),
+    [("4.4.0-19041-Microsoft", True), ("6.6.87.2-microsoft-standard-WSL2", False), ("6.8.0-45-generic", False)],
+)
+def test_a_linux_of_wsl_1_is_known_by_its_kernel_and_told_why_and_what_to_do(
+    release: str, is_wsl_1: bool, tmp_path: Path
+) -> None:
+    number = CODE.index('if "%errorlevel%"=="0" goto :wsl_1') - 1
+    (command,) = re.findall(r'-e bash -c "([^"]*)"', CODE[number])
+    (tmp_path / "uname").write_text(f"#!/bin/sh\necho {release}\n")
+    (tmp_path / "uname").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert (subprocess.run(["bash", "-c", command], env=environment, check=False).returncode == 0) == is_wsl_1
+    said = " ".join(CODE[CODE.index(":wsl_1") : CODE.index(":no_start")])
+    assert "runs in WSL 1, where programs cannot use the graphics card. simpletune needs WSL 2." in said
+    assert "Its files stay." in said and "It was not converted" in said and "Remedy: wsl --update" in said
 
 
 class Wsl:

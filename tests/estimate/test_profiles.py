@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.tiny_models import tiny_sd3
-from simpletune.config.load import validate
+from simpletune.config.load import read_json, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import Memory
 from simpletune.engine.memory.cuda_libraries import cublas_workspace
@@ -82,7 +82,7 @@ def test_every_profile_is_valid_and_has_its_configuration_and_its_row_on_the_pag
         options = preset.get("memory", {})
         assert config.memory.profile == name and config.precision.weights == preset["precision"]["weights"]
         assert {key: getattr(config.memory, key) for key in options} == options
-        data = json.loads((ROOT / "configs" / f"sd3_medium_{kind}_{name}.json").read_text())
+        data = read_json(Path(f"sd3_medium_{kind}_{name}"))
         assert data["memory"] == {"profile": name} and (data["adapter"]["method"] == "full") == (kind == "full")
         own = [row for row in rows if row.startswith(f"| `{name}` |")][("lora", "full").index(kind)]
         levers = "modulation|vae_tile|checkpointing|keep_attention|feed_forward|resident_blocks"

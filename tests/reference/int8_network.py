@@ -1,4 +1,4 @@
-"""A feed-forward network with int8 products in float64 with numpy, from the definitions in docs/explanation/int8.md.
+"""A feed-forward network with int8 products in float64 with numpy, from the definitions in benchmarks/results/notes.md.
 
 Independent of the package: the tests compare its fused network and kernels with these.
 """

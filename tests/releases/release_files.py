@@ -147,6 +147,7 @@ def make(folder: Path) -> dict[str, Any]:
     import tiny_sdxl
 
     from benchmarks.tiny_models import tiny_sd3
+    from simpletune.config.load import shipped_files
     from simpletune.data.demo import demo_scenes
 
     tiny_sd3.build(folder / "models" / "sd3", tiny_sd3.MINIMAL, seed=1)
@@ -155,7 +156,9 @@ def make(folder: Path) -> dict[str, Any]:
     demo_scenes.write_folder(folder / "pictures", demo_scenes.sample_scenes(4, seed=3), seed=3)
 
     expected = {**write_runs(folder), **write_loras(folder)}
-    shutil.copytree(ROOT / "configs", folder / "shipped", ignore=shutil.ignore_patterns("schema.json"))
+    (folder / "shipped").mkdir()
+    for file in shipped_files().values():
+        shutil.copy(file, folder / "shipped")
     for left in ("profiles", "runs/.web", "models/sdxl", "runs/full/checkpoints"):
         shutil.rmtree(folder / left, ignore_errors=True)
     for file in list(folder.rglob("*")):

@@ -20,6 +20,7 @@ from safetensors.torch import load, load_file
 from torch import Tensor
 
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
+from simpletune.apps.cli.lora import LORA_VERBS
 from simpletune.apps.cli.main import VERBS, main
 from simpletune.apps.cli.serve import serve_arguments
 from simpletune.apps.serve.server import _served_models
@@ -120,7 +121,7 @@ def test_a_checkpoint_that_was_removed_is_said_to_be(tmp_path: Path) -> None:
         ("lora:1e39", "lora:1e39: .*'1e39' is not a number from -1000000 to 1000000. .*lora:0.8"),
         ("q@2:nan", "q@2:nan: .*'nan' is not a number"),
         ("nowhere", "nowhere does not exist. Give a LoRA file, a run's folder"),
-        ("q", "q has no result, .*`.*simpletune finish q`, .*: q@4, q@2$"),
+        ("q", "q has no result, .*`.*simpletune control q --finish`, .*: q@4, q@2$"),
         ("c", "c contains neither pytorch_lora_weights.safetensors nor transformer/ nor unet/. Give a LoRA file"),
     ],
 )
@@ -143,7 +144,7 @@ def test_a_full_run_is_no_lora_and_the_message_says_so(here: Path) -> None:
         args = parsed(generate_arguments, "--run", "lora", "--lora", f"{name}:0.5")
         with pytest.raises(UserError, match=f"--lora: {name} is a full run, not a LoRA. Use --run {name}"):
             choose_weights(open_session(args), args)
-    with pytest.raises(UserError, match="^full is a full run, not a LoRA. .*simpletune extract"):
+    with pytest.raises(UserError, match="^full is a full run, not a LoRA. .*simpletune lora extract"):
         main_error("export", "full", "--format", "kohya")
     with pytest.raises(UserError, match="takes no strength. Remove :0.5"):
         find_lora("lora:0.5", strength=False)
@@ -166,7 +167,7 @@ def main_error(*words: str) -> None:
     ids=" ".join,
 )  # fmt: skip
 def test_a_run_without_a_result_names_the_ways_to_one(words: list[str], here: Path) -> None:
-    with pytest.raises(UserError, match=r"q has no result, .*`.*simpletune finish q`.*q@4, q@2") as caught:
+    with pytest.raises(UserError, match=r"q has no result, .*`.*simpletune control q --finish`.*q@4, q@2") as caught:
         main_error(*words)
     assert ("--lora: " in str(caught.value)) == ("--lora" in words)
 
@@ -274,11 +275,10 @@ WHOLE_RUN = {  # verbs that take a run, or a model, as a whole: how they say so
     "evaluate": ([], "b@best: all checkpoints of a run are evaluated together. Name the run: b"),
     "report": ([], "b@best is not a folder. Name a run's folder"),
     "control": (["--save", "--wait", "0"], "b@best is not training"),
-    "extract": (["b@best", "--rank", "1", "--out", "x.safetensors"], "b@best has no transformer/ folder"),
+    "lora extract": (["b@best", "--rank", "1", "--out", "x.safetensors"], "b@best has no transformer/ folder"),
 }
 NO_RUN = {  # verbs that take a configuration or pictures
-    "calibrate", "caption", "check", "data", "doctor", "estimate", "import", "init", "plan", "prepare", "schema",
-    "train", "web",
+    "caption", "check", "data", "doctor", "estimate", "import", "init", "plan", "train", "web",
 }  # fmt: skip
 
 
@@ -319,8 +319,8 @@ def served_by(*words: str) -> dict[str, Path]:
 
 
 def test_every_verb_is_one_that_is_tried_with_the_best() -> None:
-    tried = {"generate", "compare", "merge", "mix", "export", "resize", "inspect", "serve", "push", "finish"}
-    assert tried | set(WHOLE_RUN) | NO_RUN == set(VERBS)
+    tried = {"generate", "compare", "serve", "push"} | {f"lora {verb}" for verb in LORA_VERBS}
+    assert tried | set(WHOLE_RUN) | NO_RUN | {"lora"} == set(VERBS) | {f"lora {verb}" for verb in LORA_VERBS}
 
 
 @pytest.mark.parametrize("best", [0.8], indirect=True)
@@ -367,7 +367,7 @@ def test_what_takes_no_strength_uses_the_best_checkpoint_or_names_it(best: float
 @pytest.mark.parametrize("verb", WHOLE_RUN)
 def test_what_takes_a_whole_run_refuses_the_best_checkpoint(verb: str, best: float, capsys) -> None:
     more, said = WHOLE_RUN[verb]
-    assert main([verb, "b@best", *more]) == 2
+    assert main([*verb.split(), "b@best", *more]) == 2
     assert f"error: {said}" in capsys.readouterr().err
     assert main(["evaluate", "b@best", "--choose", "4"]) == 2
     assert "b@best: --choose names the checkpoint. Name the run: b" in capsys.readouterr().err

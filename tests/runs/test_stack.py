@@ -1,4 +1,4 @@
-"""``model.loras`` over every form of a base: the weights that ``simpletune merge`` writes, to the bit."""
+"""``model.loras`` over every form of a base: the weights that ``simpletune lora merge`` writes, to the bit."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_weight_that_the_bases_fp16_cannot_hold_is_refused(bases: dict, tmp_pa
     file = write_lora(updates, tmp_path / "a.safetensors", "diffusers")
     config = with_loras(bases["sd15 fp16"], f"{file}:1e6")
     with pytest.raises(
-        UserError, match=r"^model.loras: .* overflows fp16.* Use --dtype bf16 or fp32 in simpletune merge"
+        UserError, match=r"^model.loras: .* overflows fp16.* Use --dtype bf16 or fp32 in simpletune lora merge"
     ):
         config.model.load_denoiser(FP32(), CPU, overlay=read_stack(config))
 

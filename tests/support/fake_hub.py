@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
 import struct
 import threading
@@ -13,10 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+Kind = TypeVar("Kind", bound="FakeHub")
 TOKEN = "hf_SecretOfTheTest"
+XET = "/xet"  # path of the store of large files
 
 
 @dataclass
@@ -52,6 +56,8 @@ class FakeHub:
         delay: seconds before an answer.
         damage: large files hold zeros.
         short: large files lack their last byte, and Content-Length says so.
+        xet: large files are in Xet, whose store never answers (``stalls``) or refuses (``refuses``), or for which no
+            token comes (``no token``); empty: they are not in Xet.
         requests: (method, path, range, token seen) of every request so far.
         sent: bytes of each file sent so far.
     """
@@ -64,6 +70,7 @@ class FakeHub:
     delay: float = 0.0
     damage: bool = False
     short: bool = False
+    xet: str = ""
     url: str = ""
     requests: list[tuple[str, str, str | None, bool]] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
@@ -114,6 +121,10 @@ class _Handler(BaseHTTPRequestHandler):
             if failure.method in ("", self.command) and failure.times != 0:
                 failure.times = None if failure.times is None else failure.times - 1
                 return self.fail(failure)
+        if path.startswith(XET):
+            return self.fail(Failure(404) if hub.xet == "refuses" else Failure("stall"))
+        if "/xet-read-token/" in path:
+            return self.xet_token()
         if kind == "api":
             return self.account(seen) if path == "/api/whoami-v2" else self.api(path)
         self.file(path, body)
@@ -149,6 +160,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def xet_token(self) -> None:
+        if self.hub.xet == "no token":
+            return self.fail(Failure("stall"))
+        self.send_response(200)
+        self.send_header("X-Xet-Cas-Url", self.hub.url + XET)
+        self.send_header("X-Xet-Access-Token", "of the store")
+        self.send_header("X-Xet-Token-Expiration", str(int(time.time()) + 3600))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def api(self, path: str) -> None:
         if path.split("/", 3)[-1].split("/revision/")[0] != self.hub.name:
             return self.fail(Failure(404, "RepoNotFound"))
@@ -161,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def file(self, path: str, body: bool) -> None:
-        hub, name = self.hub, path.split(f"/resolve/{COMMIT}/")[-1]
+        hub, name = self.hub, re.split(rf"/resolve/(?:main|{COMMIT})/", path)[-1]
         if name not in hub.files:
             return self.fail(Failure(404, "EntryNotFound"))
         data = hub.files[name]
@@ -170,6 +191,9 @@ class _Handler(BaseHTTPRequestHandler):
         digest = hashlib.sha256(data) if is_large(name) else hashlib.sha1(data)
         self.send_header("ETag", f'"{digest.hexdigest()}"')
         self.send_header("X-Repo-Commit", COMMIT)
+        if hub.xet and is_large(name):
+            self.send_header("X-Xet-Hash", digest.hexdigest())
+            self.send_header("X-Xet-Refresh-Route", f"{hub.url}/api/models/{hub.name}/xet-read-token/{COMMIT}")
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         data = (bytes(len(data)) if hub.damage and is_large(name) else data)[start:]
@@ -191,15 +215,16 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve(folder: Path, **more: bytes) -> Iterator[FakeHub]:
+def serve(folder: Path, kind: type[Kind] = FakeHub, **more: bytes) -> Iterator[Kind]:
     """A hub that holds a folder's files.
 
     Args:
         folder: of the repository.
+        kind: how it behaves.
         more: files by path, beside them.
     """
     files = {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
-    hub = FakeHub(files | more)
+    hub = kind(files | more)
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.handle_error = lambda request, address: None  # type: ignore[method-assign]  # a client that has gone

@@ -12,6 +12,7 @@ WHOLE = {"network_module": None, "network_dim": None, "train_text_encoder": True
 XL_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 XL = {"pretrained_model_name_or_path": XL_BASE, "network_module": "networks.lora"}
 SD15_PAINTS = {"model_type": "STABLE_DIFFUSION_15_INPAINTING"}
+XL_FLOW = {"flow_model": True, "flow_timestep_distribution": "uniform", "flow_uniform_static_ratio": 2.5}
 XL_OT = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "base_model_name": XL_BASE}
 OLD_OT = {"model_type": "STABLE_DIFFUSION_15", "base_model_name": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
 
@@ -293,6 +294,21 @@ KOHYA = [
     (XL | {"noise_offset": 0.0357}, "objective.offset_noise", 0.0357, "taken"),
     (XL | {"no_half_vae": True}, "x", "unset", "left out"),
     (XL | {"vae": "sdxl_vae_fp16_fix"}, "model.vae", "sdxl_vae_fp16_fix", "taken"),
+    (XL | {"vae_custom_scale": 0.1406}, "model.vae_scale", 0.1406, "taken"),  # of forks, as those below
+    (XL | {"vae_custom_shift": -0.4743}, "model.vae_shift", -0.4743, "taken"),
+    (XL | {"vae_reflection_padding": True}, "model.vae_padding", "reflect", "taken"),
+    ({"vae_custom_scale": 0.1406}, "model.vae_scale", "unset", "left out"),
+    (XL | XL_FLOW, "objective",
+     {"name": "flow", "round_time": True, "sigma": "uniform", "shift": 2.5}, None),
+    (XL | XL_FLOW | {"flow_uniform_static_ratio": None, "flow_uniform_shift": True}, "objective.shift", "resolution",
+     None),
+    (XL | XL_FLOW | {"flow_uniform_static_ratio": None}, "objective.shift", 1.0, None),
+    (XL | {"flow_model": True, "flow_logit_mean": 0.5, "flow_uniform_static_ratio": 2.5}, "objective",
+     {"name": "flow", "round_time": True, "sigma": "logit_normal", "shift": 1.0, "logit_mean": 0.5}, None),
+    (XL | XL_FLOW | {"min_snr_gamma": 5}, "objective.min_snr_gamma", "unset", "left out"),
+    (XL | XL_FLOW | {"flow_use_ot": True}, "objective.name", "flow", "left out"),
+    (XL | XL_FLOW | {"contrastive_flow_matching": True}, "objective.name", "flow", "left out"),
+    (XL | {"flow_use_ot": True}, "objective.name", "unset", "left out"),
     (XL | {"cache_text_encoder_outputs": True, "network_train_unet_only": True}, "text", "unset", None),
     (XL | {"text_encoder_lr": [2e-5, 1e-5]}, "text.lora",
      {"rank": 8, "alpha": 1.0, "targets": "attention_and_mlp", "learning_rate": 2e-5}, None),

@@ -1,12 +1,13 @@
 """Draw the screenshots of docs/images: ``make screens``. Trains the demo model first, to have something to show.
 
 Draws every page in every state, light on a desktop and dark on a phone, as two sheets with captions; some on a desktop
-as files of their own, too.
+as files of their own, too; and what the page says of a base on the Hub, as a strip (``web_screens.py hub``: only it).
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import sys
@@ -18,11 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlencode
 
+import fake_hub
+from fake_hub import Failure, FakeHub
 from PIL import Image, ImageDraw, ImageFont
 from web_browser import DESKTOP, MISSING, PHONE, Browser, browsing, serving
 
+from benchmarks.tiny_models import tiny_sd3
 from simpletune.data.demo import resolve
 from simpletune.models.sd3.sd3_files import SD3_MEDIUM
+from simpletune.system.hub import MIB
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "images"
@@ -130,6 +135,68 @@ def started(url: str, browser: Browser, name: str, *values: tuple[str, str, obje
     browser.until(lambda: end in browser.text(f'[data-run="{name}"]'), f"the end: {end}", 600)
 
 
+SIZES = {"transformer": 4.17, "vae": 0.17, "text_encoder": 0.25, "text_encoder_2": 1.39, "text_encoder_3": 9.52}
+"""GB of the weights of SD3 Medium, which the made-up Hub tells of its tiny ones."""
+NARROW = (520, 900)  # pixels of a window: text stays readable on a phone
+
+
+class Gated(FakeHub):
+    """A made-up Hub with a tiny SD3 Medium that tells the real one's sizes."""
+
+    def listing(self) -> bytes:
+        found = json.loads(super().listing())
+        for each in found["siblings"]:
+            if "lfs" in each:
+                each["size"] = each["lfs"]["size"] = int(SIZES[each["rfilename"].partition("/")[0]] * 1e9)
+        return json.dumps(found).encode()
+
+
+def hub_states(folder: Path, browser: Browser) -> None:
+    """Draw what New run says of SD3 Medium: of token, licence and download."""
+    images: list[tuple[str, Image.Image]] = []
+    token = folder / "token"
+    variables = {"HF_HOME": ".cache/huggingface", "HF_TOKEN_PATH": token}  # shown: relative to the server's folder
+    variables |= {"HF_HUB_DISABLE_XET": 1, "HF_HUB_DOWNLOAD_TIMEOUT": 600}
+    tiny_sd3.build(base := folder / "base", tiny_sd3.MINIMAL, seed=1, dtype="fp32")
+    (base / "model_index.json").write_text("{}")
+    with fake_hub.serve(base, kind=Gated) as hub:
+        hub.name = SD3_MEDIUM
+        os.environ.update({name: str(value) for name, value in variables.items()}, HF_ENDPOINT=hub.url)
+        with serving(folder) as server:
+            browser.look(False, NARROW)
+            query = {"folder": "pictures", "model.pretrained": SD3_MEDIUM}
+
+            def draw(caption: str, words: str, failure: Failure | None = None) -> None:
+                hub.failure = failure
+                browser.open(f"{server.url}/start?{urlencode(query)}")
+                take(caption, words)
+
+            def take(caption: str, words: str) -> None:
+                browser.until(lambda: words in browser.text("#hub"), words)
+                time.sleep(QUIET)
+                browser.driver.execute_script("document.querySelector('#hub').style.padding = '12px'")
+                data = browser.find("#hub").screenshot_as_png
+                images.append((caption, Image.open(io.BytesIO(data)).convert("RGB")))
+
+            draw("No token", "needs a token", Failure(401, "GatedRepo", on="resolve"))
+            draw("No network", "is unknown", Failure("close", on="resolve"))
+            token.write_text(fake_hub.TOKEN)
+            draw("A token, but the licence is not accepted", "licence", Failure(403, "GatedRepo", on="resolve"))
+            draw("Ready", "may be downloaded")
+            hub.files["text_encoder_2/model.safetensors"] = bytes(3 * MIB)  # the bar moves with megabytes that arrive
+            hub.delay = 0.3
+            browser.click("#hub-download")
+            browser.until(lambda: "text_encoder_2/model.safetensors" in hub.sent, "two parts and a half")
+            hub.failure, hub.delay = Failure("stall", on="weights", method="GET"), 0.0
+            browser.until(lambda: "0.0 of" not in browser.text("#hub-far"), "the bar")
+            take("Downloading", "of 14")
+            browser.click("#hub-pause")
+            take("Paused", "Paused")
+    file = DOCS / "web_hub_states.png"
+    sheet(images, max(image.width for _, image in images), 1, False).save(file, optimize=True)
+    print(file)
+
+
 def main() -> int:
     """Draw all pages."""
     if MISSING:
@@ -138,6 +205,10 @@ def main() -> int:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # commands without our paths
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(resolve("demo:pictures", Path(folder) / "cache"), Path(folder) / "pictures")
+        if sys.argv[1:] == ["hub"]:
+            with browsing() as browser:
+                hub_states(Path(folder), browser)
+            return 0
         photos = Path(folder) / "photos"
         shutil.copytree(PHOTOS if PHOTOS.is_dir() else Path(folder) / "pictures", photos)
         with serving(Path(folder)) as server, browsing() as browser:
@@ -162,6 +233,7 @@ def main() -> int:
             film.draw("runs", f"{url}/")
             film.draw("a page that is not there", f"{url}/run/none")
             film.sheets()
+            hub_states(Path(folder), browser)
     return 0
 
 

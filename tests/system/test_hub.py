@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fake_hub import COMMIT, TOKEN, Failure, FakeHub
+from filelock import FileLock
 from huggingface_hub import constants, file_download
-from huggingface_hub.utils import _http, close_session, validate_repo_id
+from huggingface_hub.utils import _http, _xet, close_session, validate_repo_id
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 from serving import until
 from tiny_encoders import write_clip
@@ -49,6 +51,7 @@ from simpletune.system.hub import (
     part_folder,
 )
 from simpletune.system.options import UserError
+from simpletune.system.signals import Stopped, handle_signals
 
 NAME = "owner/tiny-sd3"
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -436,7 +439,7 @@ def test_environment_and_exit_code_in_a_process_of_its_own(hub: FakeHub, tiny_co
     config = write_config({**tiny_config, "model": {"pretrained": NAME}})
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
     done = subprocess.run(
-        [sys.executable, "-m", "simpletune", "prepare", str(config)], env=env, capture_output=True, text=True
+        [sys.executable, "-m", "simpletune", "train", str(config), "--prepare"], env=env, capture_output=True, text=True
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {NAME} is gated, and the token was not accepted (401).")
@@ -525,9 +528,11 @@ def test_content_that_is_in_the_cache_takes_no_room(hub: FakeHub) -> None:
 
 def test_progress_of_hf_xet_counts_network_and_disk_once() -> None:
     counted: list[None] = []
-    bar = ours._progress_bar(lambda: counted.append(None))
-    options = {"total": 3 * ours.MIB, "log_level": logging.WARNING, "tqdm_class": bar}
-    with XetDownloadProgressReporter(reconstruction_desc=WEIGHTS, **options) as reporter:
+    options = {"total": 3 * ours.MIB, "log_level": logging.WARNING, "reconstruction_desc": WEIGHTS}
+    with (
+        ours._watch(lambda: counted.append(None)) as (bar, _),
+        XetDownloadProgressReporter(tqdm_class=bar, **options) as reporter,
+    ):
         for done in (0.5, 1.5, 3.0):
             progress = {"total_bytes_completed": int(done * ours.MIB), "total_bytes": 3 * ours.MIB}
             progress["total_transfer_bytes_completed"] = int(done * ours.MIB) // 2  # it is compressed
@@ -569,110 +574,108 @@ def test_a_tagger_comes_from_the_hub_with_its_two_files(hub: FakeHub, tmp_path: 
     assert find_tagger(NAME) is None
 
 
-@dataclasses.dataclass
-class Xet:
-    """A download with hf_xet, in whose place a process runs a script of ours; ``pids`` has the processes."""
-
-    file: HubFile
-    script: str = ""
-    pids: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def blobs(self) -> Path:
-        return self.file.repository.cache / "blobs"
-
-
 @pytest.fixture
-def xet(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> Xet:
-    """A download of the weights with hf_xet, which counts as stalled after 0.5 s."""
+def in_xet(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> HubFile:
+    """The weights, in Xet: the library downloads them by hf_xet, which counts as stalled after 0.5 s."""
+    hub.xet = "stalls"
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
     monkeypatch.setattr(ours, "STALLED", 0.5)
     monkeypatch.setattr(ours, "LOOK", 0.02)
     (file,) = (each for each in ours.listing(Repository(NAME)) if each.path == WEIGHTS)
-    found = Xet(file)
-    found.blobs.mkdir(parents=True)
-    start = f"import os, pathlib, time\nblobs, name = pathlib.Path({str(found.blobs)!r}), {file.sha256!r}\n"
-    monkeypatch.setattr(ours, "_command", lambda file: [sys.executable, "-S", "-c", start + found.script])
-    real = subprocess.Popen.__init__
-    monkeypatch.setattr(
-        subprocess.Popen, "__init__", lambda self, *a, **k: (real(self, *a, **k), found.pids.append(self.pid))[0]
-    )
-    return found
+    return file
 
 
-STALLS = "print('1 3000000', flush=True); (blobs / f'{name}.0.incomplete').write_bytes(b'half'); time.sleep(60)"
+def xet_requests(hub: FakeHub) -> int:
+    return sum(path.startswith(fake_hub.XET) for _, path, _, _ in hub.requests)
 
 
-def test_a_download_that_does_not_move_is_ended_and_tried_without_xet(xet: Xet, hub: FakeHub, capsys) -> None:
+def test_a_download_that_does_not_move_is_ended_and_tried_without_xet(in_xet: HubFile, hub: FakeHub, capsys) -> None:
     """And the later files of this start come without it, too."""
-    xet.script = STALLS
     began = time.monotonic()
-    ours.fetch_files([xet.file])
+    ours.fetch_files([in_xet])
     said = capsys.readouterr().out
-    assert f"fetch {WEIGHTS}: nothing has arrived for 0.5 s; tries again without xet (HF_HUB_DISABLE_XET=1 " in said
-    assert xet.file.place.read_bytes() == hub.files[WEIGHTS] and 0.5 < time.monotonic() - began < 30
-    with pytest.raises(ProcessLookupError):
-        os.kill(xet.pids[0], 0)
-    assert not list(xet.blobs.glob("*.incomplete")), "the killed process left a part"
+    assert f"fetch {WEIGHTS}: nothing has arrived for 0.5 s; tries again without xet (HF_HUB_DISABLE_XET=1" in said
+    assert in_xet.place.read_bytes() == hub.files[WEIGHTS] and 0.5 < time.monotonic() - began < 30
+    assert not list(in_xet.repository.cache.rglob("*.incomplete")), "the aborted download left a part"
+    asked = xet_requests(hub)
     other = next(each for each in ours.listing(Repository(NAME)) if each.path == "vae/" + Path(WEIGHTS).name)
     ours.fetch_files([other])
-    assert len(xet.pids) == 1 and "without xet" not in capsys.readouterr().out
+    assert 0 < asked == xet_requests(hub) and "without xet" not in capsys.readouterr().out
 
 
-def test_a_second_stall_ends_in_words(xet: Xet, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    xet.script, hub.failure = STALLS, Failure("stall", on="weights", method="GET")
+def test_a_second_stall_ends_in_words(in_xet: HubFile, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.failure = Failure("stall", on="weights", method="GET")
     impatient(monkeypatch, 0.2)
     with pytest.raises(UserError, match=f"the download timed out while fetching {WEIGHTS}.*Start again.*sets the seco"):
-        ours.fetch_files([xet.file])
-    assert len(xet.pids) == 1
+        ours.fetch_files([in_xet])
+    assert xet_requests(hub) > 0
 
 
 @pytest.mark.parametrize(
-    "moves",
-    ["print('1 1', flush=True)", "(blobs / f'{name}.1.incomplete').write_bytes(b'a' * n)"],
-    ids=["a byte at a time", "another process fetches the same file"],
+    ("xet", "said"),
+    [("refuses", "failed (RuntimeError)"), ("no token", "failed (ReadTimeout)")],
 )
-def test_a_download_that_moves_slowly_is_left_alone(moves: str, xet: Xet, hub: FakeHub, capsys) -> None:
-    (xet.blobs / xet.file.sha256).write_bytes(hub.files[WEIGHTS])
-    done = f"target = pathlib.Path({str(xet.file.place)!r}); target.parent.mkdir(parents=True)"
-    xet.script = f"for n in range(12):\n    time.sleep(0.1); {moves}\n{done}; target.symlink_to(blobs / name)"
-    hub.failure = Failure(500, on="weights")  # nothing else brings it
-    ours.fetch_files([xet.file])
-    assert xet.file.place.read_bytes() == hub.files[WEIGHTS]
-    assert "without xet" not in capsys.readouterr().out and len(xet.pids) == 1
-
-
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [("print('failed RuntimeError')", "failed (RuntimeError)"), ("os._exit(3)", "ended with code 3")],
-)
-def test_hf_xet_that_fails_is_done_without(script: str, said: str, xet: Xet, hub: FakeHub, capsys) -> None:
-    xet.script = script
-    ours.fetch_files([xet.file])
+def test_hf_xet_that_fails_is_done_without(
+    xet: str, said: str, in_xet: HubFile, hub: FakeHub, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's own request for its token would wait for ever."""
+    hub.xet = xet
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    ours.fetch_files([in_xet])
     assert f"fetch {WEIGHTS}: {said}; tries again without xet" in capsys.readouterr().out
-    assert xet.file.place.read_bytes() == hub.files[WEIGHTS]
+    assert in_xet.place.read_bytes() == hub.files[WEIGHTS]
 
 
-def test_what_the_process_that_downloads_prints(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """The bytes that arrive; of a failure its class alone, since its text may hold a token."""
-    (file,) = (each for each in ours.listing(Repository(NAME)) if each.path == WEIGHTS)
-    monkeypatch.setattr(sys, "argv", ["", ours._command(file)[-1]])
-    ours.download_alone()
-    assert file.place.read_bytes() == hub.files[WEIGHTS]
-    bars, sizes = zip(*(line.split() for line in capsys.readouterr().out.splitlines()), strict=True)
-    assert len(set(bars)) == 1 and sum(map(int, sizes)) == file.size
-    file.place.resolve().unlink()
-    file.place.unlink()
-    hub.failure = Failure(404, "EntryNotFound", on="weights")
-    with pytest.raises(SystemExit) as ended:
-        ours.download_alone()
-    assert ended.value.code == 1 and capsys.readouterr().out == "failed RemoteEntryNotFoundError\n"
+def test_a_download_that_moves_slowly_is_left_alone(
+    in_xet: HubFile, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*, incomplete_path: Path, tqdm_class: type, **_: object) -> None:
+        bar = tqdm_class(total=in_xet.size)
+        for _ in range(12):
+            time.sleep(0.1)
+            bar.update(1)
+        incomplete_path.write_bytes(hub.files[WEIGHTS])
+
+    aborted: list[bool] = []
+    monkeypatch.setattr(file_download, "xet_get", slow)
+    monkeypatch.setattr(_xet, "abort_xet_session", lambda: aborted.append(True))
+    ours.fetch_files([in_xet])
+    assert in_xet.place.read_bytes() == hub.files[WEIGHTS] and not aborted
 
 
-@pytest.mark.slow
-def test_the_process_that_downloads(hub: FakeHub) -> None:
-    hub.files[WEIGHTS] = bytes(3 * ours.MIB)
-    (file,) = (each for each in ours.listing(Repository(NAME)) if each.path == WEIGHTS)
-    counted: list[None] = []
-    assert ours._download_apart(file, ours._progress_bar(lambda: counted.append(None))) is None
-    assert file.place.read_bytes() == hub.files[WEIGHTS] and len(counted) == 3
+@pytest.mark.parametrize("brings", [True, False])
+def test_a_download_waits_for_another_process_that_fetches_the_same_file(
+    brings: bool, in_xet: HubFile, hub: FakeHub, capsys
+) -> None:
+    """And is watched where that one has given up."""
+    blob = in_xet.repository.cache / "blobs" / str(in_xet.sha256)
+    lock = in_xet.repository.cache.parent / ".locks" / in_xet.repository.cache.name / f"{in_xet.sha256}.lock"
+
+    def fetch_it() -> None:
+        time.sleep(1.0)  # twice as long as a download may stand still
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        if brings:
+            blob.write_bytes(hub.files[WEIGHTS])
+        held.release()
+
+    lock.parent.mkdir(parents=True)
+    held = FileLock(lock, thread_local=False)
+    held.acquire()
+    other = threading.Thread(target=fetch_it)
+    other.start()
+    ours.fetch_files([in_xet])
+    other.join()
+    assert in_xet.place.read_bytes() == hub.files[WEIGHTS]
+    assert ("without xet" not in capsys.readouterr().out) == (xet_requests(hub) == 0) == (hub.sent == {}) == brings
+
+
+def test_ctrl_c_ends_a_download_that_does_not_move(
+    in_xet: HubFile, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours, "STALLED", 60.0)
+    threading.Thread(target=lambda: (until(lambda: xet_requests(hub)), os.kill(os.getpid(), signal.SIGTERM))).start()
+    began = time.monotonic()
+    with pytest.raises(Stopped), handle_signals():
+        ours.fetch_files([in_xet])
+    assert time.monotonic() - began < 30
+    assert_no_weights_in_cache()

@@ -176,7 +176,7 @@ def test_the_run_names_them(tiny_config: dict, style: Path) -> None:
     words = f"2 steps, strength 0.5, SHA-256 {about['sha256'][:16]}"
     card, report = (run / CARD).read_text(), (run / "report.md").read_text()
     assert f"| on top of | `style@2`, {words} |" in card and words in report and "style@2" in report
-    assert "simpletune merge style@2:0.5 --base path/to/pipeline --out merged\n" in card
+    assert "simpletune lora merge style@2:0.5 --base path/to/pipeline --out merged\n" in card
     assert 'TRANSFORMER = "path/to/merged"' in card
     told = header["simpletune_config"] + card  # both are shared
     assert str(style.parent) not in told and '"loras":["style@2:0.5"]' in told
@@ -216,7 +216,7 @@ def test_files_that_are_refused_before_any_work(tiny_config: dict, style: Path, 
         saved(
             "text", {**load_file(tmp_path / "kohya.safetensors"), **text}
         ): ".*text.safetensors also updates CLIP-L, and "
-        "model.loras changes only the transformer. Train on what simpletune merge writes: a single file",
+        "model.loras changes only the transformer. Train on what simpletune lora merge writes: a single file",
         tmp_path / "none": ".*none does not exist. Give a LoRA file",
         f"{style}@3": ".* has no checkpoint of step 3. Use one of 2, 4",
         f"{style}:0": ".*style: a strength of 0 adds nothing. Remove the LoRA",

@@ -103,9 +103,9 @@ def test_finishing_leaves_what_a_finished_run_leaves(
     looks = {"validation": {"prompts": ["a red disc"], "steps": 1, "every": 2, "loss_samples": 2}}
     data = {"data": {**tiny_config["data"], "path": str(moved)}, "output": {**tiny_config["output"], "report": True}}
     run = stopped({**tiny_config, **data}, **looks)
-    assert f"simpletune finish {run}" in capsys.readouterr().out
+    assert f"simpletune control {run} --finish" in capsys.readouterr().out
     shutil.rmtree(moved)
-    assert main(["finish", str(run)]) == 0
+    assert main(["control", str(run), "--finish"]) == 0
     said = capsys.readouterr().out
     assert "finished early at step 4 of 9" in said and str(run / LORA) in said
     summary = json.loads((run / "summary.json").read_text())

@@ -13,7 +13,7 @@ import torch
 from blocks import BLOCKS, CONFIG
 from safetensors.torch import load_file, save_file
 
-from simpletune.config.load import read_config, validate
+from simpletune.config.load import read_config, read_json, validate
 from simpletune.data.demo import demo_scenes
 from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.sd3.sd3_shapes import TABLE
@@ -22,7 +22,6 @@ from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.training.prepare import prepare_only
 from simpletune.training.train import train
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -35,7 +34,7 @@ def stage(name: str, part: str, data: dict[str, Any], place: Path, overrides: li
         "validation.prompts=[]", "validation.loss_samples=2", "profile.max_traces=0", "output.report=false",
         f"output.runs={place}/runs", f"output.profiles={place}/profiles", f"output.cache={place}/cache",
     ]  # fmt: skip
-    config = read_config(CONFIGS / f"{name}.json", [*common, *overrides])[0]
+    config = read_config(Path(name), [*common, *overrides])[0]
     prepare_only(config)
     prepared = set((place / "cache").rglob("*.safetensors"))
     run = train(config)
@@ -67,7 +66,7 @@ def test_the_second_stage_begins_with_the_average_of_the_first(
     sides = (32, 64) if sd3 else (256, 512)
     first = stage(f"{family}_from_scratch_256", part, data, tmp_path,
                   [*given, f"data.resolution={sides[0]}", "ema.decay=0.5"])  # fmt: skip
-    named = json.loads((CONFIGS / f"{family}_from_scratch_512.json").read_text())["model"][part]
+    named = read_json(Path(f"{family}_from_scratch_512"))["model"][part]
     assert first == tmp_path / named, "the second stage names the folder that the first one writes"
     result = load_file(first / WEIGHTS)
     saved = checkpoint.checkpoint_folder(first.parent, 4)
@@ -92,7 +91,7 @@ def test_the_second_stage_begins_with_the_average_of_the_first(
 
 def test_both_stages_take_the_same_batch_and_average(tiny_config: dict[str, Any]) -> None:
     for family in ("sd2", "sd3"):
-        both = [json.loads((CONFIGS / f"{family}_from_scratch_{side}.json").read_text()) for side in (256, 512)]
+        both = [read_json(Path(f"{family}_from_scratch_{side}")) for side in (256, 512)]
         for key in ("adapter", "precision", "optimizer", "schedule", "ema"):
             assert both[0][key] == both[1][key], key
         assert both[0]["train"]["batch_size"] == both[1]["train"]["batch_size"]

@@ -14,7 +14,7 @@ TESTS = Path(__file__).resolve().parent
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", ["sd3", "sdxl"])
+@pytest.mark.parametrize("family", ["sd3", "sdxl", "klein"])
 @pytest.mark.slow  # test_interruptions.py fails a run at each kind of moment, test_together.py kills one of two
 def test_killed_runs_end_like_unkilled_ones(family: str) -> None:
     environment = {

@@ -1,4 +1,4 @@
-"""Describe a file as data and as text, for ``simpletune inspect``, without torch.
+"""Describe a file as data and as text, for ``simpletune lora inspect``, without torch.
 
 Reads only the header of models; of LoRA and embeddings also the values, for NaN, zeros and norms.
 """
@@ -211,7 +211,7 @@ def _hypernetwork(header: LoraHeader) -> Json:
     structure, widths = structure_of(header.file, header.metadata, header.shapes), widths_of(header.shapes)
     bent = structure.layer_norm and structure.activation != "linear"
     comfyui = ["wrongly, because it activates the last layer too, where a layer norm follows"] if bent else []
-    exported = "after simpletune export --format a1111"
+    exported = "after simpletune lora export --format a1111"
     known = (models_of_text_width(width) for width in widths)
     models = next((list(found.values()) for found in known if found), [])
     return {

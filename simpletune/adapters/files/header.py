@@ -6,7 +6,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +48,7 @@ from simpletune.models.text_layers import BUNDLED, TEXT_KEY, encoder_of, encoder
 from simpletune.system.options import Json, UserError, join_names, plural
 from simpletune.system.safetensors_file import TYPES, fp8_value, read_header, require_safetensors
 
+OBJECTIVE, EMBEDDED = "simpletune_objective", "simpletune_config"  # in headers of our files
 ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's settings in the header
 LISTED = 6
 FACTORS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
@@ -188,6 +189,16 @@ class LoraHeader:
         sizes = {module.name: self.size(module) for module in self.modules.values() if module.kind != LORA}
         sides = {name: (size.outputs, size.inputs) for name, size in sizes.items() if size is not None}
         return family_of_lora({self.plain[key].key: shape for key, shape in self.shapes.items()}, sides, self.metadata)
+
+    @cached_property
+    def objective(self) -> str | None:
+        """What it was trained by, the name of a ``TrainingObjective``; None if its header does not say it."""
+        if OBJECTIVE in self.metadata:
+            return self.metadata[OBJECTIVE]
+        try:
+            return str(json.loads(self.metadata.get(EMBEDDED, "{}"))["objective"]["name"])
+        except (LookupError, RecursionError, TypeError, ValueError):  # none of our runs made it
+            return None
 
     def size(self, module: Module) -> UpdateShape | None:
         """Return the size of a module's update; None if factors are missing or do not match."""
@@ -347,6 +358,15 @@ def require_family(header: LoraHeader) -> None:
         raise UserError(f"{header.file} is a LoRA for {model} ({shown}){like}. Give one for {FAMILIES}")
 
 
+def objectives_of(headers: Iterable[LoraHeader]) -> dict[str, list[str]]:
+    """Return the names of files by what their headers say that they were trained by."""
+    found: dict[str, list[str]] = {}
+    for header in headers:
+        if header.objective is not None:
+            found.setdefault(header.objective, []).append(header.file.name)
+    return found
+
+
 def open_lora(file: Path) -> LoraHeader:
     """Open a LoRA for the denoiser of a known family and check everything that its header shows. Raises UserError if
     the file is not a LoRA, is for another model or method, is incomplete, or has keys that match no layer."""
@@ -355,7 +375,7 @@ def open_lora(file: Path) -> LoraHeader:
     if is_hypernetwork(header.names):
         raise UserError(
             f"{file} is a hypernetwork: a function of the attention's inputs, not an update of weights, so it cannot "
-            "be merged, mixed, resized or written as a LoRA. Draw with it (--lora FILE), or use simpletune export "
+            "be merged, mixed, resized or written as a LoRA. Draw with it (--lora FILE), or use simpletune lora export "
             "FILE --format a1111"
         )
     if not header.is_lora:

@@ -63,7 +63,7 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Lor
             raise UserError(f"{name} has different shapes in these files: they are for different models. Give others")
         ranks = sorted({part.rank for part, _ in parts})
         if len(ranks) > 1 and recipe.method in SAME_RANK:
-            ways = f"--method cat or svd, or resize them to one rank first: simpletune resize --rank {ranks[-1]}"
+            ways = f"--method cat or svd, or resize them to one rank first: simpletune lora resize --rank {ranks[-1]}"
             raise UserError(f"--method {recipe.method} needs equal ranks; {name} has {ranks}. Use {ways}")
         method = recipe.method if len(parts) > 1 else "linear"  # as PEFT decides
         if method in PRUNING:

@@ -73,7 +73,7 @@ class Update(ABC):
         """Return the matrix that the update adds to any weight. Raises UserError if it depends on the weight."""
         raise UserError(
             f"{self.kind} depends on the weights that it changes, so it is not a LoRA by itself. Merge it into its "
-            "base with simpletune merge, then use simpletune extract"
+            "base with simpletune lora merge, then use simpletune lora extract"
         )
 
     def as_lora(self) -> LoraUpdate:

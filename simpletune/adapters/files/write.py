@@ -36,7 +36,7 @@ from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import write_safetensors
 
 SPEC, HASH = "modelspec.sai_model_spec", "modelspec.hash_sha256"
-MERGE = "Merge it into its base with simpletune merge"
+MERGE = "Merge it into its base with simpletune lora merge"
 
 
 def write_lora(
@@ -75,8 +75,8 @@ def write_lora(
         if not each.is_plain:
             form = f"{each.kind} with a magnitude for each input" if each.by_input else each.kind
             raise UserError(
-                f"{layer} is {form}, which is not written. Merge it into its base: simpletune merge, and for a LoRA "
-                "that is close to it: simpletune extract"
+                f"{layer} is {form}, which is not written. Merge it into its base: simpletune lora merge, and for a "
+                "LoRA that is close to it: simpletune lora extract"
             )
     oft = {layer: update for layer, update in updates.items() if isinstance(update, OftUpdate)}
     others = {layer: u for layer, u in updates.items() if isinstance(u, LokrUpdate | LohaUpdate)}

@@ -35,7 +35,8 @@ class Dora(Lora):
     def before_diffusers(self, layout: str) -> str | None:
         if layout == "diffusers":
             return None
-        return f"diffusers needs its own names: convert it first with `simpletune export {OUTPUT} --format diffusers`."
+        convert = f"simpletune lora export {OUTPUT} --format diffusers"
+        return f"diffusers needs its own names: convert it first with `{convert}`."
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and wrap the targets. Reads each frozen weight once for the norms of its rows."""

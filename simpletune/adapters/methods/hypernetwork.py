@@ -68,7 +68,7 @@ class Hypernetwork(TrainingMethod):
     def before_diffusers(self, layout: str) -> str | None:
         return (
             "diffusers has no hypernetworks. AUTOMATIC1111's web UI and ComfyUI's node HypernetworkLoader read the "
-            f"file that `simpletune export {OUTPUT} --format a1111` writes, from `models/hypernetworks`."
+            f"file that `simpletune lora export {OUTPUT} --format a1111` writes, from `models/hypernetworks`."
         )
 
     def chosen(self, shapes: Shapes) -> list[int]:

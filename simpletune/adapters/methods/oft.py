@@ -58,9 +58,8 @@ class Oft(LayerMethod):
         return OftLayer
 
     def before_diffusers(self, layout: str) -> str | None:
-        return (
-            f"diffusers does not load OFT: merge it into its base first with `simpletune merge {OUTPUT} --out merged`."
-        )
+        merge = f"simpletune lora merge {OUTPUT} --out merged"
+        return f"diffusers does not load OFT: merge it into its base first with `{merge}`."
 
     def exported(self, shapes: Shapes) -> int:
         outputs = (shapes[f"{name}.weight"][0] for name in self.modules(shapes))

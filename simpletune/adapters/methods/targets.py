@@ -238,7 +238,7 @@ class LayerMethod(TargetedMethod):
 
     def before_diffusers(self, layout: str) -> str | None:
         return (
-            f"diffusers does not load {self.title}: convert it to a LoRA first with `simpletune export {OUTPUT} "
+            f"diffusers does not load {self.title}: convert it to a LoRA first with `simpletune lora export {OUTPUT} "
             "--format diffusers --rank 32`, which prints what is left out."
         )
 

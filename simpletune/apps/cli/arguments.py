@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ CONFIG_HELP = "a JSON file or the name of a shipped configuration, such as demo 
 OVERRIDES_HELP = "override fields of the configuration, such as train.steps=30"
 JSON_HELP = "print machine-readable JSON"
 RUNS_HELP = "folder that contains the runs (default: runs)"
+OBJECTIVES = ("ddpm", "flow")  # of the families
+OBJECTIVE_HELP = "what the model was trained by, which no file tells (default: the run's, or its family's usual one)"
 PRECISION_HELP = "precision of the weights (default: the run's)"
 MODULATION_HELP = "plan: keep the modulation weights, a third of the model, in host memory"
 DEVICE_HELP = "default: the run's"
@@ -36,6 +39,42 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 def add_verbose(parser: argparse.ArgumentParser) -> None:
     """Add the option of verbs that print details."""
     parser.add_argument("--verbose", action="store_true", help=VERBOSE_HELP)
+
+
+class HelpAll(argparse.Action):
+    """Print the help with every option, where ``show_first`` leaves most of them out."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        whole = copy.copy(parser)
+        whole.formatter_class, whole.epilog = argparse.HelpFormatter, None
+        whole.print_help()
+        parser.exit()
+
+
+def show_first(parser: argparse.ArgumentParser, *options: str) -> None:
+    """Let --help show these options only, and --help-all all of them. To be called last."""
+
+    def shown(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
+        names = {"--help", "--help-all", *options}
+        return [each for each in actions if not each.option_strings or names & {*each.option_strings}]
+
+    class FirstOptions(argparse.HelpFormatter):
+        def add_usage(
+            self,
+            usage: str | None,
+            actions: Iterable[argparse.Action],
+            groups: Iterable[argparse._MutuallyExclusiveGroup],
+            prefix: str | None = None,
+        ) -> None:
+            super().add_usage(usage, shown(actions), (), prefix)
+
+        def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
+            super().add_arguments(shown(actions))
+
+    more = len(parser._actions) - len(shown(parser._actions))
+    parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show every option and exit")
+    parser.formatter_class = FirstOptions
+    parser.epilog = f"{more} more options: {parser.prog} --help-all"
 
 
 def read_config_arguments(args: argparse.Namespace, needs_model: bool = True) -> TrainConfig:

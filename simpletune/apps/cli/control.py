@@ -1,4 +1,4 @@
-"""The verb for a run while it trains: control."""
+"""The verb for a run that trains, or has stopped: control."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING
 
 from simpletune.apps.cli.arguments import seconds
 from simpletune.system.options import Json, UserError
+from simpletune.system.signals import handle_signals
+from simpletune.system.startup import import_libraries
 
 if TYPE_CHECKING:
     from simpletune.runs.control import AnyRequest
 
 LOOK_EVERY = 0.2  # seconds
+WAIT = 600.0  # seconds
 GENERATING = ("negative_prompt", "seed", "strength", "steps", "guidance", "width", "height")
 
 
 def control(args: argparse.Namespace) -> None:
-    """ask a training run for a picture, a checkpoint or to stop, after the current step"""
+    """ask a training run for a picture, a checkpoint or to stop, after the current step; finish a stopped run"""
+    if args.finish:
+        finish(args)
+        return
     from simpletune.runs.control import ask
 
     request = build_request(args)
@@ -26,10 +32,22 @@ def control(args: argparse.Namespace) -> None:
     if args.wait == 0:
         print(f"asked {args.run}: request {request.id}")
         return
-    answer = wait_for_answer(args.run, request.id, args.wait)
+    answer = wait_for_answer(args.run, request.id, WAIT if args.wait is None else args.wait)
     if answer["state"] != "done":
         raise UserError(f"{answer['state']} at step {answer['step']}: {answer.get('why', '')}")
     print(args.run / answer["file"])
+
+
+def finish(args: argparse.Namespace) -> None:
+    """Export a stopped run's checkpoint as its result, without training."""
+    for name in ("wait", *GENERATING):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} does not belong to --finish. Leave it out")
+    with handle_signals():
+        import_libraries()
+        from simpletune.training.finish_early import finish_early
+
+        finish_early(str(args.run))
 
 
 def build_request(args: argparse.Namespace) -> AnyRequest:
@@ -73,11 +91,14 @@ def wait_for_answer(run: Path, request: str, seconds: float) -> Json:
 
 
 def control_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a training run, such as runs/demo")
+    about = "folder of a training run, such as runs/demo; for --finish also one of its checkpoints: runs/demo@100"
+    parser.add_argument("run", type=Path, metavar="RUN[@STEP]", help=about)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--draw", metavar="PROMPT", help="draw a picture after the step, into RUN/drawn")
     what.add_argument("--save", action="store_true", help="write a checkpoint after the step")
     what.add_argument("--stop", action="store_true", help="write a checkpoint after the step and stop; can be resumed")
+    about = "export a stopped run's last intact checkpoint, or that of RUN@STEP, as its result, without training"
+    what.add_argument("--finish", action="store_true", help=about)
     parser.add_argument("--negative-prompt", metavar="TEXT", help="what to steer away from (default: the run's)")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the noise (default: 0)")
     parser.add_argument(
@@ -92,9 +113,8 @@ def control_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait",
         type=seconds,
-        default=600.0,
         metavar="SECONDS",
-        help="how long to wait for the answer (default: 600); 0: do not wait",
+        help=f"how long to wait for the answer (default: {WAIT:g}); 0: do not wait",
     )
 
 

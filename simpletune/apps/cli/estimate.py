@@ -1,4 +1,4 @@
-"""Verbs that predict before anything runs: estimate, plan, calibrate."""
+"""Verbs that predict before anything runs: estimate, plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from simpletune.apps.cli.arguments import (
     add_overrides,
     gigabytes,
     positive,
-    seconds,
 )
 from simpletune.system.console import verbose
 from simpletune.system.options import UserError
@@ -129,34 +128,4 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
-def calibrate(args: argparse.Namespace) -> None:
-    """measure the speed of this machine's card or CPU, for predictions of time, or tune the int8 kernels for a run"""
-    if args.config is not None:
-        import_libraries()
-        from simpletune.estimate.tune_ahead import tune_ahead
-
-        return tune_ahead(args.config, args.overrides)
-    from simpletune.estimate.timing.calibrate import calibrate as run
-
-    run(args.device, args.out, args.cache, args.seconds)
-
-
-def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "instead of measuring, tune the int8 kernels for this run, which saves its first step the time"
-    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=about)
-    add_overrides(parser)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what to measure (default: cuda)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: one in the cache)")
-    parser.add_argument(
-        "--cache", type=Path, default=Path(".cache"), metavar="FOLDER", help="output.cache of your runs"
-    )
-    parser.add_argument(
-        "--seconds", type=seconds, default=110.0, metavar="S", help="start no new measurement after this long"
-    )
-
-
-VERBS = {
-    "estimate": (estimate, estimate_arguments),
-    "plan": (plan, plan_arguments),
-    "calibrate": (calibrate, calibrate_arguments),
-}
+VERBS = {"estimate": (estimate, estimate_arguments), "plan": (plan, plan_arguments)}

@@ -8,6 +8,8 @@ from pathlib import Path
 from simpletune.apps.cli.arguments import (
     DEVICE_HELP,
     MODULATION_HELP,
+    OBJECTIVE_HELP,
+    OBJECTIVES,
     OVERWRITE_HELP,
     PRECISION_HELP,
     RUNS_HELP,
@@ -17,12 +19,15 @@ from simpletune.apps.cli.arguments import (
     positive,
     seed,
     share,
+    show_first,
     size,
     steps,
     strength,
     tile,
 )
 from simpletune.system.startup import import_libraries
+
+FIRST = ("--prompt", "--run", "--model", "--seeds", "--seed", "--size", "--out")  # of the options, in the short help
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -45,6 +50,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     about = "PNG file to write; several pictures get -000, -001, ... (default: next number in the run's inference/)"
     parser.add_argument("--out", "--output", dest="output", type=Path, metavar="FILE", help=about)
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
+    show_first(parser, *FIRST, "--lora")
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -84,6 +90,7 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="new or empty folder to write (default: next number in the first run's compare/)",
     )
+    show_first(parser, *FIRST, "--checkpoints")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +100,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, help=about)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help=RUNS_HELP)
     parser.add_argument("--model", help="base model: a hub name (owner/name) or a folder")
+    parser.add_argument("--objective", choices=OBJECTIVES, help=f"with --model: {OBJECTIVE_HELP}")
     parser.add_argument("--negative-prompt", default=None, help="negative prompt for guidance")
     parser.add_argument("--steps", type=steps, help="number of sampling steps")
     parser.add_argument(

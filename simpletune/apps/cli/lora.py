@@ -1,4 +1,4 @@
-"""Verbs on results: inspect, export, merge, mix, extract, resize, push."""
+"""Verbs on results: lora, with verbs of its own, and push."""
 
 from __future__ import annotations
 
@@ -187,12 +187,26 @@ def push_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
-VERBS = {
+LORA_VERBS = {
     "inspect": (inspect, inspect_arguments),
     "export": (export, export_arguments),
     "merge": (merge, merge_arguments),
     "mix": (mix, mix_arguments),
     "extract": (extract, extract_arguments),
     "resize": (resize, resize_arguments),
-    "push": (push, push_arguments),
 }
+
+
+def lora(args: argparse.Namespace) -> None:
+    """inspect, export, merge, mix, extract or resize a LoRA file"""
+    LORA_VERBS[args.lora_verb][0](args)
+
+
+def lora_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="lora_verb", metavar="VERB", title="verbs")
+    for name, (function, arguments) in LORA_VERBS.items():
+        arguments(verbs.add_parser(name, help=function.__doc__, description=function.__doc__))
+    parser.epilog = "simpletune lora VERB --help shows a verb's arguments."
+
+
+VERBS = {"lora": (lora, lora_arguments), "push": (push, push_arguments)}

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
@@ -18,12 +18,12 @@ from simpletune import __version__
 from simpletune.apps.cli import control, data, doctor, estimate, evaluate, generate, lora, serve, start, train
 from simpletune.system.console import print_any_text, verbose
 from simpletune.system.devices import prepare_environment
-from simpletune.system.options import UserError
+from simpletune.system.options import ConfigError, Problem, UserError
 from simpletune.system.portable import peak_resident_bytes
 from simpletune.system.printable import printable
 from simpletune.system.processes import end_with_launcher
 from simpletune.system.redact import redact
-from simpletune.system.shell import typed_path
+from simpletune.system.shell import quote_command, typed_path
 from simpletune.system.signals import Stopped
 
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
@@ -32,12 +32,18 @@ VERBS: dict[str, Verb] = {name: verb for group in GROUPS for name, verb in group
 
 VERB_GROUPS = {  # of the help
     "start": ("init", "import", "data", "caption", "web"),
-    "know before": ("check", "estimate", "plan", "schema"),
-    "train": ("train", "prepare", "control", "finish"),
+    "know before": ("check", "estimate", "plan"),
+    "train": ("train", "control"),
     "judge": ("report", "compare", "evaluate"),
-    "use": ("generate", "serve", "push"),
-    "LoRA files": ("inspect", "export", "merge", "mix", "extract", "resize"),
-    "this machine": ("doctor", "calibrate"),
+    "use": ("generate", "serve", "push", "lora"),
+    "this machine": ("doctor",),
+}
+# What verbs of before are today. Editors' settings and scripts call them: each goes on, with all of its arguments.
+FORMER_VERBS = {name: ("lora", name) for name in lora.LORA_VERBS} | {
+    "schema": ("check", "--schema"),
+    "prepare": ("train", "--prepare"),
+    "finish": ("control", "--finish"),
+    "calibrate": ("doctor", "--calibrate"),
 }
 EXAMPLES = """\
 examples:
@@ -54,6 +60,7 @@ NAMES = (
 )  # fmt: skip
 
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
+_ONE_OF = re.compile(r"one of the arguments (.*) is required")
 _REQUIRED = "the following arguments are required: "
 
 
@@ -66,19 +73,26 @@ class Parser(argparse.ArgumentParser):
         self.register("type", float, _parse_number)
         self.register("type", int, _parse_whole)
 
-    def error(self, message: str, verb: str = "") -> NoReturn:
+    def verbs(self) -> argparse._SubParsersAction[Parser] | None:
+        """Return the action that holds this parser's verbs; None if it has none."""
+        return next((action for action in self._actions if isinstance(action, argparse._SubParsersAction)), None)
+
+    def error(self, message: str) -> NoReturn:
         """Print the mistake and a pointer to the help, and exit with code 2."""
         text = message.removeprefix("argument ").rstrip(".")
         if text.startswith(_REQUIRED):
             names = text.removeprefix(_REQUIRED)
             text = f"{names} {'are' if ', ' in names else 'is'} missing"
+        elif found := _ONE_OF.fullmatch(text):
+            text = f"{' or '.join(found[1].split())} is missing"
         elif found := _CHOICE.search(text):
             from simpletune.config.error_text import did_you_mean
 
             guess = did_you_mean(found[1], found[2].replace("'", "").split(", "))
-            text = f"{text[: found.start()]}unknown value {found[1]}.{guess}".rstrip(".")
+            what = "unknown verb" if self.verbs() else f"{text[: found.start()]}unknown value"
+            text = f"{what} {found[1]}.{guess}".rstrip(".")
         stop = "" if text.endswith("?") else "."
-        print(f"error: {text}{stop} See {' '.join(filter(None, (self.prog, verb)))} --help", file=sys.stderr)
+        print(f"error: {text}{stop} See {self.prog} --help", file=sys.stderr)
         sys.exit(2)
 
 
@@ -103,7 +117,8 @@ class TopParser(Parser):
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
-        verbs = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        verbs = self.verbs()
+        assert verbs is not None
         lines = {line.dest: line for line in verbs._choices_actions}
         for title, names in VERB_GROUPS.items():
             formatter.start_section(title)
@@ -148,26 +163,39 @@ def parser() -> Parser:
     return top
 
 
+def todays_words(argv: list[str] | None) -> list[str]:
+    """Return the words of a command line, with a verb of before as it is called today."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = next((place for place, word in enumerate(words) if not word.startswith("-")), None)
+    if at is not None:
+        words[at : at + 1] = FORMER_VERBS.get(words[at], (words[at],))
+    return words
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse a command line; overrides may precede or follow flags."""
-    words, top = sys.argv[1:] if argv is None else argv, parser()
+    words, top = todays_words(argv), parser()
     verb = next((word for word in words if not word.startswith("-")), None)
     if verb is not None and verb not in VERBS:
         from simpletune.config.error_text import did_you_mean
 
-        top.error(f"unknown verb {verb}.{did_you_mean(verb, list(VERBS))}")
+        near = difflib.get_close_matches(verb[:60], [*VERBS, *FORMER_VERBS], n=1)
+        today = [" ".join(FORMER_VERBS.get(name, (name,))) for name in near]
+        top.error(f"unknown verb {verb}.{did_you_mean(today[0] if near else verb, today or [*VERBS])}")
     args, rest = top.parse_known_args(words)
-    if args.verb is None:
-        if not rest:
-            top.print_help()
-            sys.exit(0)
-        top.error(f"unknown argument {rest[0]}{near_option(top, rest[0])}")
+    chosen = top  # the parser of the verb, or of the verb's verb
+    while (verbs := chosen.verbs()) is not None:
+        if (name := getattr(args, verbs.dest)) is None:
+            break
+        chosen = verbs.choices[name]
+    if verbs is not None and not rest:
+        chosen.print_help()
+        sys.exit(0)
     late = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in late]
     if unknown or (late and not hasattr(args, "overrides")):
         word = (unknown or late)[0]
-        options = next(each for each in top._actions if isinstance(each, argparse._SubParsersAction)).choices[args.verb]
-        top.error(f"unknown argument {word}{near_option(options, word)}", args.verb)
+        chosen.error(f"unknown argument {word}{near_option(chosen, word)}")
     if late:
         args.overrides = [*args.overrides, *late]
     return args
@@ -211,7 +239,8 @@ def main(argv: list[str] | None = None) -> int:
         with verbose(getattr(args, "verbose", False)):
             VERBS[args.verb][0](args)
     except UserError as error:
-        print(f"error: {printable(redact(str(error)))}", file=sys.stderr)
+        told = name_folders(error, todays_words(argv)) if isinstance(error, ConfigError) else error
+        print(f"error: {printable(redact(str(told)))}", file=sys.stderr)
         return error.code
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -232,6 +261,22 @@ def main(argv: list[str] | None = None) -> int:
         print("\nstopped; finished work is kept", file=sys.stderr)
         return 130
     return 0
+
+
+def name_folders(error: ConfigError, words: Sequence[str]) -> ConfigError:
+    """Say of pictures that are not there, and that no word of the command names, how this command names others."""
+    from simpletune.data.sources.folder import MissingFolder
+
+    given = {word.partition("=")[0] for word in words}
+    folders = [each for each in error.problems if isinstance(each, MissingFolder)]
+    missing = [each for each in folders if not given & {"data.path", each.path}]
+    command = quote_command("simpletune", *words, *(f"{each.path}=FOLDER" for each in missing))
+    told: dict[Problem, Problem] = {}
+    for each in missing:
+        place = "there" if Path(each.folder).is_absolute() else f"in {Path.cwd()}"
+        why = f"the folder with your pictures ({each.folder} is not {place})"
+        told[each] = Problem(each.path, f"add {each.path}=FOLDER, {why}:\n    {command}")
+    return ConfigError([told.get(each, each) for each in error.problems], error.source)
 
 
 def _is_memory_full(error: BaseException) -> bool:

@@ -8,6 +8,8 @@ from pathlib import Path
 from simpletune.apps.cli.arguments import (
     DEVICE_HELP,
     MODULATION_HELP,
+    OBJECTIVE_HELP,
+    OBJECTIVES,
     PRECISION_HELP,
     RUNS_HELP,
     add_verbose,
@@ -33,6 +35,7 @@ def serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run", type=Path, help="a run or RUN@STEP that supplies model, LoRA and defaults (default: newest)")
     add("--runs", type=Path, default=Path("runs"), help=RUNS_HELP)
     add("--model", help="base model: a hub name (owner/name) or a folder; needs no run")
+    add("--objective", choices=OBJECTIVES, help=f"with --model: {OBJECTIVE_HELP}")
     add(
         "--lora",
         action="append",

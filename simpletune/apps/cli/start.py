@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from simpletune.apps.cli.arguments import add_overrides
+from simpletune.apps.cli.arguments import OBJECTIVE_HELP, OBJECTIVES, add_overrides
 from simpletune.apps.cli.estimate import ABOUT_DEVICE
 
 OVERWRITE_HELP = "replace the file if it exists"
@@ -19,7 +19,7 @@ def init(args: argparse.Namespace) -> None:
     from simpletune.commands.init.init_command import CPU, init_command
 
     on_cpu = args.device is not None and args.device.lower() == CPU
-    answers = Answers(args.what, args.trigger, args.length, args.model, on_cpu)
+    answers = Answers(args.what, args.trigger, args.length, args.model, on_cpu, args.objective)
     init_command(args.folder, answers, args.out, args.device, args.overwrite, args.yes, args.overrides)
 
 
@@ -34,6 +34,7 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="NAME", help="hub name, folder or file of the base (default: chosen for the machine)"
     )
+    parser.add_argument("--objective", choices=OBJECTIVES, help=f"{OBJECTIVE_HELP}; flow: rectified flow")
     parser.add_argument("--device", metavar="CARD", help=f"{ABOUT_DEVICE}, or cpu (default: this machine's)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write (default: FOLDER.json beside the folder)"

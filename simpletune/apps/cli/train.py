@@ -1,4 +1,4 @@
-"""Verbs around a training run: train, check, schema, prepare."""
+"""Verbs of a configuration: train, check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from simpletune.apps.cli.arguments import add_config, add_verbose, read_config_arguments
+from simpletune.apps.cli.arguments import (
+    CONFIG_HELP,
+    add_config,
+    add_overrides,
+    add_verbose,
+    read_config_arguments,
+)
+from simpletune.system.options import UserError
 from simpletune.system.shell import quote_command
 from simpletune.system.signals import Stopped, handle_signals
 from simpletune.system.startup import import_libraries
@@ -22,9 +29,15 @@ RESUME = (
 
 def train(args: argparse.Namespace) -> None:
     """prepare the data, train, validate and export; given a folder of pictures, write its configuration first"""
+    refuse_unused(args)
     args.config = find_or_write_config(args.config, args.overrides)
     config = read_config_arguments(args)
     with handle_signals():
+        if args.prepare:
+            import_libraries()
+            from simpletune.training.prepare import prepare_only
+
+            return prepare_only(config, args.source)
         try:
             from simpletune.runs.checkpoint_folders import require_resumable
 
@@ -38,6 +51,15 @@ def train(args: argparse.Namespace) -> None:
             command = quote_command("simpletune", "train", args.config, *args.overrides, *flags, "--resume", "auto")
             stopped.args = (f"{stopped}. To continue: {command}",)
             raise
+
+
+def refuse_unused(args: argparse.Namespace) -> None:
+    """Raise UserError if ``train`` or ``train --prepare`` is given an option of the other."""
+    if not args.prepare and args.source is not None:
+        raise UserError("--from belongs to --prepare. Leave it out, or add --prepare")
+    for name in ("resume", "force", "estimate") if args.prepare else ():
+        if getattr(args, name):
+            raise UserError(f"--{name} belongs to a training, and --prepare stops before it. Leave out one of them")
 
 
 def is_folder_of_images(config: Path) -> bool:
@@ -62,25 +84,19 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", metavar="auto|latest|PATH", help=RESUME)
     parser.add_argument("--force", action="store_true", help="start even if the run is not expected to fit")
     parser.add_argument("--estimate", action="store_true", help="predict the memory first; always on with CUDA")
+    parser.add_argument("--prepare", action="store_true", help="encode prompts and pictures into the cache and stop")
+    about = "with --prepare: folder or URL of another cache (files or shards) to copy samples from instead of encoding"
+    parser.add_argument("--from", dest="source", metavar="CACHE", help=about)
     add_verbose(parser)
-
-
-def finish(args: argparse.Namespace) -> None:
-    """export a stopped run's checkpoint as its result, without training"""
-    with handle_signals():
-        import_libraries()
-        from simpletune.training.finish_early import finish_early
-
-        finish_early(args.run)
-
-
-def finish_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "a run folder (its last intact checkpoint), or RUN@STEP, such as runs/demo@100"
-    parser.add_argument("run", metavar="RUN[@STEP]", help=about)
 
 
 def check(args: argparse.Namespace) -> None:
     """explain a configuration, or list all of its problems"""
+    if args.schema:
+        from simpletune.config.schema import TrainConfig
+
+        print(json.dumps(TrainConfig.model_json_schema(by_alias=True), indent=2))
+        return
     from simpletune.config.explain import explain
     from simpletune.runs.stack import require_lora_families
 
@@ -89,34 +105,11 @@ def check(args: argparse.Namespace) -> None:
     print(explain(config))
 
 
-def schema(args: argparse.Namespace) -> None:
-    """print the JSON schema of configurations for editors"""
-    from simpletune.config.schema import TrainConfig
-
-    print(json.dumps(TrainConfig.model_json_schema(by_alias=True), indent=2))
-
-
-def prepare(args: argparse.Namespace) -> None:
-    """encode prompts and pictures into the cache and stop"""
-    config = read_config_arguments(args)
-    with handle_signals():
-        import_libraries()
-        from simpletune.training.prepare import prepare_only
-
-        prepare_only(config, args.source)
+def check_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=CONFIG_HELP)
+    what.add_argument("--schema", action="store_true", help="print the JSON schema of configurations for editors")
+    add_overrides(parser)
 
 
-def prepare_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config(parser)
-    about = "folder or URL of another cache (files or shards) to copy samples from instead of encoding them"
-    parser.add_argument("--from", dest="source", metavar="CACHE", help=about)
-    add_verbose(parser)
-
-
-VERBS = {
-    "train": (train, train_arguments),
-    "finish": (finish, finish_arguments),
-    "check": (check, add_config),
-    "schema": (schema, lambda parser: None),
-    "prepare": (prepare, prepare_arguments),
-}
+VERBS = {"train": (train, train_arguments), "check": (check, check_arguments)}

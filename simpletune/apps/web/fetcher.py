@@ -1,5 +1,6 @@
 """Download a base for the page: ``python -m simpletune.apps.web.fetcher CONFIG STATE``. Writes how far it is to a file,
-``{"done": MiB, "total": MiB}``, and prints what the command line prints. Files that are complete stay if it is ended.
+``{"done": MiB, "total": MiB}``, and prints what the command line prints. SIGTERM ends it: files that are complete stay,
+and a part of a file, which no later download would continue, does not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from simpletune.system.atomic import write_json
 from simpletune.system.console import print_any_text, progress_to, say
 from simpletune.system.hub import MIB, listing, needed_files
 from simpletune.system.options import UserError
+from simpletune.system.signals import Stopped, handle_signals
 
 EVERY = 0.5  # seconds between two writes
 
@@ -38,12 +40,14 @@ def fetch(config: Path, state: Path) -> None:
 
 
 def main() -> int:
-    """Run as the module's docstring says; exit code 2 after an error, which is printed."""
+    """Run as the module's docstring says; exit code 2 after an error, which is printed, and 143 after SIGTERM."""
     print_any_text()
     try:
-        fetch(Path(sys.argv[1]), Path(sys.argv[2]))
-    except UserError as error:
-        say(f"error: {error}")
+        with handle_signals():
+            fetch(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (UserError, Stopped) as error:
+        if isinstance(error, UserError):
+            say(f"error: {error}")
         return error.code
     return 0
 

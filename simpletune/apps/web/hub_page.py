@@ -14,11 +14,11 @@ from simpletune.apps.web.form.filled_form import MODEL
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs, file_stamp, json_object
 from simpletune.apps.web.templates import Form, render, with_form
-from simpletune.models.families import likely_family, public_base
+from simpletune.models.families import base_access, likely_family, public_base
 from simpletune.system.atomic import write_json
 from simpletune.system.disk import free_disk_bytes
 from simpletune.system.hub import GIB, HUB_NAME, Repository
-from simpletune.system.hub_account import access_to, forget_token, keep_token, token_source
+from simpletune.system.hub_account import forget_token, keep_token, token_source
 from simpletune.system.options import Json, UserError
 
 FOLDER, JOB = "bases", "download"  # of the states of downloads, and of their processes
@@ -105,14 +105,15 @@ def _state(request: Request, name: str) -> Response:
     running = processes.is_running(roots, job)
     found: Json = json_object(roots.own / FOLDER / f"{job}.json") if running else {}
     code = None if running else processes.exit_code(roots, job)
-    failed = "\n".join(processes.tail(roots, job, LINES)) if code not in (None, 0) and code > 0 else ""
+    paused = code in processes.STOPPED
+    failed = "\n".join(processes.tail(roots, job, LINES)) if not paused and code is not None and code > 0 else ""
     values: dict[str, object] = {
         "name": name,
         "base": public_base(name),
-        "access": access_to(name),
+        "access": base_access(name),
         "source": token_source(),
         "place": str(cache),
         "free": free_disk_bytes(cache) / GIB,
-        "job": {"running": running, "failed": failed, **found},
+        "job": {"running": running, "paused": paused, "failed": failed, **found},
     }
     return render(request, "hub_state.html", 200, **values)

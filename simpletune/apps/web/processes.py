@@ -33,6 +33,7 @@ LOGS = "logs"
 TAIL = 2**16  # bytes of a log that are read from its end
 REASON = 500  # characters of an error
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}")
+STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of a process that a person has stopped
 UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 LOOKS, PAUSE = 10, 0.02  # attempts to lock, and seconds in between: others hold the lock briefly to look at it
 _starting = threading.Lock()

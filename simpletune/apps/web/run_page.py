@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -68,7 +67,6 @@ JOBS = {
 REPORT = "report.html"
 FULL = ("full", "partial")  # methods whose result has no strength
 STRENGTHS, MOST_STRENGTHS = "0.25 0.5 0.75 1 1.25", 8
-STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of a verb that a person has stopped
 WHOLE, BROKEN = ("seed", "steps", "width", "height"), ("strength", "guidance")
 METER = CardMeter()
 NUMBER = re.compile(r"-?\d{1,18}(\.\d{1,9})?")
@@ -276,7 +274,9 @@ class RunView:
             lines, running = processes.tail(self.roots, name, JOB_LINES), processes.is_running(self.roots, name)
             if lines or running:
                 code = None if running else processes.exit_code(self.roots, name)
-                word = "running" if running else "stopped" if code in STOPPED else "failed" if code else "done"
+                word = (
+                    "running" if running else "stopped" if code in processes.STOPPED else "failed" if code else "done"
+                )
                 job = {"kind": kind, "title": title, "word": word, "lines": lines, "seconds": 0, "about": ""}
                 found.append(job | (self.running_job(kind) if running else {}))
         return {"jobs": found}
@@ -440,7 +440,7 @@ def report(request: Request) -> Response:
 def finish(request: Request, form: Form) -> Response:
     """Make a stopped run's checkpoint its result."""
     view = view_of(request)
-    return _begin(request, view, "finish", ["finish", view.weights(form.get("step", ""))])
+    return _begin(request, view, "finish", ["control", view.weights(form.get("step", "")), "--finish"])
 
 
 def _begin(request: Request, view: RunView, kind: str, words: list[str]) -> Response:

@@ -35,10 +35,10 @@ from simpletune.commands.init.answers import ABOUT, WHAT
 from simpletune.commands.init.choices import TRIGGER
 from simpletune.config.explain import rate_notes
 from simpletune.config.load import shipped_names
-from simpletune.models.families import family_of, public_base
+from simpletune.models.families import family_of, is_downloaded, public_base
 from simpletune.system.atomic import write_json
 from simpletune.system.hub import has_token
-from simpletune.system.hub_account import is_cached, known_access
+from simpletune.system.hub_account import known_access
 from simpletune.system.locks import is_held, wait_for_lock
 from simpletune.system.options import Json, plural
 
@@ -206,8 +206,9 @@ def _whole_page(request: Request, filled: FilledForm, form: str, last: object, s
     values |= {"named": False, "guessed": False, "offered": False}
     files = [str(file) for root in (roots.own / CONFIGS, *roots.named) for file in sorted(root.glob("*.json"))[:LISTED]]
     base = filled.asked.base
-    own = [(base, base.replace(":", " ", 1))] if base.startswith(("file:", "run:")) else []
     shipped = [(f"shipped:{name}", name) for name in shipped_names()]
+    unlisted = base.startswith(("file:", "run:", "shipped:")) and base not in dict(shipped)
+    own = [(base, base.replace(":", " ", 1))] if unlisted else []
     bases_to_start_from = [(PRESET, "what suits the card and the pictures"), *own, *shipped]
     values |= {"tried": status != 200, "uploads": roots.uploads, "bases_to_start_from": bases_to_start_from}
     return render(request, "start.html", status, cards=cards(), files=files, **values)
@@ -288,7 +289,7 @@ def _cannot_download(filled: FilledForm) -> str:
     base, known = public_base(name), known_access(name)
     if known is not None:
         return known.why if known.may_fail else ""
-    if base is None or not base.gated or has_token() or is_cached(name):
+    if base is None or not base.gated or has_token() or is_downloaded(name):
         return ""
     return f"{base.title} needs a token of the Hub, of an account that has accepted its licence."
 

@@ -65,7 +65,7 @@ def system(machine: Machine) -> Iterator[Finding]:
             WARNING,
             f"{name} {release}",
             "Natively, nobody has tried simpletune on Windows yet",
-            "Use WSL 2 (docs/how-to/wsl.md), or report what fails (docs/how-to/install.md)",
+            "Use WSL 2 (docs/how-to/install.md), or report what fails",
         )
     elif name != "Linux":
         yield Finding(
@@ -74,6 +74,14 @@ def system(machine: Machine) -> Iterator[Finding]:
             f"{name} {release}",
             "simpletune runs on Linux only",
             "Rent a machine (docs/tutorials/rented-l4.md)",
+        )
+    elif in_wsl(machine) and "-Microsoft" in release:  # WSL 2 writes it small
+        yield Finding(
+            "system",
+            PROBLEM,
+            f"{title} in WSL 1, kernel {release}",
+            "Programs in WSL 1 cannot use the graphics card",
+            "Convert it to WSL 2, in PowerShell: wsl --set-version NAME 2 (wsl -l -v lists the names)",
         )
     elif in_wsl(machine):
         yield Finding(

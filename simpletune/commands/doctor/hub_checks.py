@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simpletune.commands.doctor.machine import OK, WARNING, Finding, Machine
-from simpletune.system.hub_account import access_to
 from simpletune.system.shell import login_command
 
 
@@ -40,7 +39,9 @@ def licence(machine: Machine) -> Iterator[Finding]:
 
 def access(name: str, title: str = "") -> Iterator[Finding]:
     """Check whether this account may download a model."""
-    found, title = access_to(name), title or name
+    from simpletune.models.families import base_access
+
+    found, title = base_access(name), title or name
     if found.state == "here":
         yield Finding(title, OK, "it is in the hub cache")
     elif found.state == "ready":

@@ -80,11 +80,15 @@ class EvaluationPlan:
         """The name of every picture, a hash of everything that it depends on."""
         config = self.session.config
         model = config.model.model_dump(mode="json")
-        if not model.get("inpainting"):  # keeps the names from before there was this field
-            model.pop("inpainting", None)
+        objective = config.objective.model_dump(mode="json")
+        later = ("inpainting", "vae_scale", "vae_shift", "vae_padding", "round_time")
+        for section in (model, objective):  # keeps the names from before there was each of these fields
+            for name in later:
+                if not section.get(name):
+                    section.pop(name, None)
         common = {
             "model": model,
-            "objective": config.objective.model_dump(mode="json"),
+            "objective": objective,
             "speed": asdict(self.session.speed),
             "device": self.session.device.type,
         }
@@ -96,8 +100,8 @@ class EvaluationPlan:
                 batch = [each.request.prompt for each in group]  # the last bits of a picture depend on its batch
                 for shot in group:
                     values = asdict(shot.request).items()
-                    later = ("mask", "paste", "negative_prompt")  # names from before there was each, or none, stay
-                    request = {key: str(value) for key, value in values if value or value == "" or key not in later}
+                    new = ("mask", "paste", "negative_prompt")  # names from before there was each, or none, stay
+                    request = {key: str(value) for key, value in values if value or value == "" or key not in new}
                     how = json.dumps({**own, "request": request, "batch": batch}, sort_keys=True)
                     keys[point, shot] = hashlib.sha256(how.encode()).hexdigest()[:24]
         return keys

@@ -1,7 +1,7 @@
 """Predict memory and time of an evaluation before it begins, by generating and embedding on fake tensors.
 
-As for training, the time of every operation is what ``simpletune calibrate`` measured on this device; otherwise it
-follows from the card's data sheet, or from a quick measurement on this CPU.
+As for training, the time of every operation is what ``simpletune doctor --calibrate`` measured on this device;
+otherwise it follows from the card's data sheet, or from a quick measurement on this CPU.
 """
 
 from __future__ import annotations

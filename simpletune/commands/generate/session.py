@@ -272,7 +272,11 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
         model = {"family": family.family} if family else {}
         data = {"path": "demo:pictures", **({"resolution": 64} if str(args.model).startswith(DEMO) else {})}
         bare: Json = {"name": "generate", "model": model, "data": data}
+        if objective := given_arguments(args, "objective"):
+            bare["objective"] = {"name": objective["objective"]}
         config = validate(bare, "generate", needs_model=False)
+    elif given_arguments(args, "objective"):
+        raise UserError(f"--objective: {run.folder} says what it was trained by. Leave it out, or give --model alone")
     else:
         config = run_config(run.folder, "--run: " if args.run else "")
         config = without_assistants(config)

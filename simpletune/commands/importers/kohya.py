@@ -125,6 +125,14 @@ ROWS = (
         "caption_extension", "captions", as_text, {".txt": "txt", "txt": "txt", ".caption": "txt", "caption": "txt"}
     ),
 )
+SHIFTS = ("flow_uniform_static_ratio", "flow_uniform_shift", "flow_uniform_base_pixels")  # of forks
+FLOW = (
+    "flow_timestep_distribution",
+    "flow_logit_mean",
+    "flow_logit_std",
+    "flow_use_ot",
+    *SHIFTS,
+)
 FREEZING = ("network_train_unet_only", "cache_text_encoder_outputs")
 FALLBACKS = {"dataset_repeats": "num_repeats", "train_batch_size": "batch_size"}  # options by other names
 DEFAULT_SIZE = {"resolution": [512, 512], "enable_bucket": False}
@@ -211,6 +219,7 @@ def _options(
     found = Translation(settings, defaults)
     if variant is None:
         _family(found, folder, tables["families"].get(script.partition("_")[0]))
+    retrained = variant is None and _flow_of_unets(found)
     method = _adapter(found, script) if variant is None else variant.model(found)
     take_start(found, "network_weights")
     _stack(found)
@@ -222,8 +231,9 @@ def _options(
         _text_encoders(found)
     _length(found)
     _memory(found, method)
-    if variant is None:
+    if variant is None and not retrained:
         _objective(found, found.objective == "flow")
+    take_huber(found)
     _prompts(found, folder)
     if (name := found.read("output_name", as_text)) is not None:
         found.take("output_name", "name", run_name(name))
@@ -593,7 +603,50 @@ def _objective(found: Translation, is_flow: bool) -> None:
             found.take(key, f"objective.{flow}", step / 1000, "a noise level from 0 to 1 here")
         elif step is not None:
             found.take(key, f"objective.{ddpm}", min(step, 999))
-    take_huber(found)
+
+
+def _flow_of_unets(found: Translation) -> bool:
+    """Translate the options of forks for rectified flow with a UNet, and for autoencoders like EQ-VAE's
+    (bluvoll/sd-scripts, train_network.py); return whether the former are in use."""
+    own = {"vae_custom_scale": "vae_scale", "vae_custom_shift": "vae_shift"}
+    of_unets = "vae_scale" in type(found.family).model_fields
+    if of_unets:
+        found.by_table([KeyRule(key, f"model.{path}", number) for key, path in own.items()])
+        if found.read("vae_reflection_padding", boolean):
+            found.take("vae_reflection_padding", "model.vae_padding", "reflect")
+    if not (of_unets and found.read("flow_model", boolean)):
+        found.unused("without flow_model it does nothing", *FLOW)
+        return False
+    found.take("flow_model", "objective.name", "flow")
+    found.take("flow_model", "objective.round_time", True, "the scripts round the timestep down")
+    found.defaults["flow_timestep_distribution"] = "logit_normal"
+    density = found.read("flow_timestep_distribution", as_text)
+    found.take("flow_timestep_distribution", "objective.sigma", density)
+    ratio, by_size = found.read("flow_uniform_static_ratio", number), found.read("flow_uniform_shift", boolean)
+    pixels = found.read("flow_uniform_base_pixels", number) or 1024**2
+    if density != "uniform":
+        found.set("objective.shift", 1.0)
+        found.unused("uniform levels alone are shifted", *SHIFTS)
+    elif ratio:
+        found.take("flow_uniform_static_ratio", "objective.shift", ratio)
+        found.unused("flow_uniform_static_ratio decides", *SHIFTS)
+    elif by_size and pixels == 1024**2:
+        found.take("flow_uniform_shift", "objective.shift", "resolution")
+        found.unused("1024 x 1024 is objective.shift's, too", "flow_uniform_base_pixels")
+    elif by_size:
+        found.set("objective.shift", 1.0)
+        why = f"set objective.shift to the resolution / {math.sqrt(pixels):g}"
+        found.leave("flow_uniform_shift", f"objective.shift resolution counts from 1024 x 1024: {why}")
+        found.note("flow_uniform_base_pixels", "see flow_uniform_shift")
+    else:
+        found.set("objective.shift", 1.0)
+        found.unused("without flow_uniform_shift it does nothing", *SHIFTS)
+    if density == "logit_normal":
+        rules = {"flow_logit_mean": "objective.logit_mean", "flow_logit_std": "objective.logit_std"}
+        found.by_table([KeyRule(key, path, number) for key, path in rules.items()])
+    found.unused("uniform levels have none", "flow_logit_mean", "flow_logit_std")
+    found.unused("rectified flow does not read it there", "min_timestep", "max_timestep", "v_parameterization")
+    return True
 
 
 def _data_sets(data: Json, general: Translation) -> list[Translation]:

@@ -30,6 +30,7 @@ class Answers:
     length: Length = "normal"
     model: str | None = None  # hub name, folder or file of the base; None: chosen for the machine
     on_cpu: bool = False  # whether to train on the CPU, whatever the model
+    objective: str | None = None  # what the base was trained by; None: as its family's usual models
 
     @property
     def words(self) -> str | None:

@@ -216,6 +216,9 @@ class Choices:
         if self.device is not None and not said:
             why = f"Stable Diffusion 3 Medium, for {self.device.name} ({self.device.gib:.1f} GiB)"
         self.set("model.pretrained", model, why)
+        if (objective := self.answers.objective) not in (None, self.config.get("objective", {}).get("name")):
+            self.config["objective"] = {}  # fields of another one mean nothing
+            self.set("objective.name", objective, "you said so: no file tells what its base was trained by")
         if self.tiny:
             return
         if self.family.family != FAMILIES[0].family:

@@ -86,7 +86,8 @@ def init_command(
     if suggestion.questions:
         elsewhere = None if out == file_for(folder) else out
         said: dict[str, object] = {"--what": answers.what, "--length": answers.length, "--model": answers.model}
-        said |= {"--device": device, "--out": elsewhere, "--overwrite": overwrite, "--yes": quiet}
+        said |= {"--objective": answers.objective, "--device": device, "--out": elsewhere}
+        said |= {"--overwrite": overwrite, "--yes": quiet}
         options = options_of(said) if verb == "init" else []
         raise UserError(open_questions(folder, suggestion.questions, answers, overrides, verb, options))
     merged, notices, problems = merge(suggestion.config, list(overrides))
@@ -112,10 +113,11 @@ def init_command(
 
 def ask_for_token(model: str, read: Callable[[str], str] = getpass) -> None:
     """Ask for a token of the Hub, which is not shown, if the model needs one; Enter leaves it out."""
+    from simpletune.models.families import base_access
     from simpletune.system.hub import is_hub_name
-    from simpletune.system.hub_account import TOKENS, access_to, keep_token
+    from simpletune.system.hub_account import TOKENS, keep_token
 
-    if not is_hub_name(model) or access_to(model).state not in ("no token", "refused"):
+    if not is_hub_name(model) or base_access(model).state not in ("no token", "refused"):
         return
     for _ in range(MOST):
         said = read(f"{model} needs a token of the Hub ({TOKENS}). Paste it (not shown; Enter leaves it out): ")

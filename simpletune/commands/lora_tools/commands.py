@@ -1,4 +1,4 @@
-"""Verbs that write LoRA files or merged models: export, merge, mix, extract, resize."""
+"""What ``simpletune lora`` writes, LoRA files or merged models: export, merge, mix, extract, resize."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.adapters.files.header import LISTED, LoraHeader, open_lora
+from simpletune.adapters.files.header import EMBEDDED, LISTED, OBJECTIVE, LoraHeader, objectives_of, open_lora
 from simpletune.commands.lora_tools.metadata import (
-    EMBEDDED,
     SAID,
     base_fields,
     foreign_fields,
@@ -85,7 +84,7 @@ class NamedLora:
 
 def named_lora(text: str, strength: bool = False) -> NamedLora:
     """Find a LoRA by file, run, checkpoint or hub name."""
-    remedy = "Extract a LoRA from its difference from the base: simpletune extract BASE TUNED"
+    remedy = "Extract a LoRA from its difference from the base: simpletune lora extract BASE TUNED"
     named = find_lora(text, remedy=remedy, strength=strength)
     assert named.lora is not None
     return NamedLora(named.lora, named.run, 1.0 if named.scale is None else named.scale, named.step)
@@ -111,7 +110,9 @@ def export(args: argparse.Namespace) -> Path:
         if args.format == "lycoris":
             raise UserError("--format lycoris writes LoKr and LoHa as they are. Leave out --rank and --energy")
         if all(isinstance(update, LoraUpdate) for update in updates.values()):
-            raise UserError("--rank and --energy approximate LoKr and LoHa; this file is LoRA. Use simpletune resize")
+            raise UserError(
+                "--rank and --energy approximate LoKr and LoHa; this file is LoRA. Use simpletune lora resize"
+            )
         updates, lost = resize_all(updates, args.rank, args.energy)
     config = source.config(header.metadata)
     names = names_of_run(config, header)
@@ -193,10 +194,10 @@ def mix(args: argparse.Namespace) -> Path:
 
     sources = [named_lora(text, strength=True) for text in args.loras]
     if len(sources) < 2:
-        raise UserError("mix needs at least two LoRAs, as in: simpletune mix a.safetensors:0.7 b.safetensors:0.5")
+        raise UserError("mix needs at least two LoRAs, as in: simpletune lora mix a.safetensors:0.7 b.safetensors:0.5")
     if args.rank and not args.method.endswith("svd"):
         raise UserError(
-            f"--rank applies to methods that end in svd, not to {args.method}. Use simpletune resize instead"
+            f"--rank applies to methods that end in svd, not to {args.method}. Use simpletune lora resize instead"
         )
     for source in sources:
         refuse_same(args.out, source.file)
@@ -211,12 +212,16 @@ def mix(args: argparse.Namespace) -> Path:
     headers = [open_lora(source.file) for source in sources]
     names = names_of_sources(sources, headers) or names_in(updates)
     metadata = base_fields(headers[0]) | header_of(updates, args.out.stem, None, None, names)
+    objectives = objectives_of(headers)
+    if len(objectives) == 1 and all(OBJECTIVE in header.metadata for header in headers):
+        metadata[OBJECTIVE] = next(iter(objectives))
     layouts = [usual_layout(names, header) for header in headers]
     usual = next((each for each in layouts if each is not None and not each.original), layouts[0])
     style = None if any(header.modules for header in headers) else style_of(headers[0].text[0])
     written = write_lora_file(updates, args.out, args, metadata | source_note("mix", details), names, usual, style)
     for header in headers:
         say_rest(header, {}, [*foreign_fields(header.metadata, metadata)[0]])
+    say_objectives(objectives)
     summed = " + ".join(f"{weight:g} {name}" for name, weight in parts)
     say(f"  {summed} by {args.method}: rank {ranks_of(updates)}")
     return written
@@ -266,6 +271,7 @@ def merge(args: argparse.Namespace) -> Path:
         say_rest(header, {}, [])
         if strengths := oft_strengths(header):
             say(f"  {header.file.name}: {format_strengths(strengths)}")
+    say_objectives(objectives_of(headers), base.name, full_objective(args.base))
     changed = plural(len(merger.changed), "layer")
     say(f"  changed {changed}, written in {types}; rounding lost {merger.lost:.2%} of the update")
     return args.out
@@ -430,8 +436,24 @@ def full_result(base: str | None) -> BaseReader | None:
         return None
     config = resolve_model_folder(run_config(run))
     family = config.model.model_copy(update={config.model.denoiser: str(folder), "loras": []})
-    scheduler = config.objective.scheduler_config(config.model.files.scheduler_config())
+    conventions = config.model.conventions(config.objective, config.data.resolution)
+    scheduler = config.objective.scheduler_config(config.model.files.scheduler_config(), conventions)
     return BaseReader(base, (family, family.files.part(family.denoiser)), scheduler)
+
+
+def full_objective(base: str | None) -> str | None:
+    """Return the objective of a run that is named as the base; None if no run is."""
+    return run_config(Path(base)).objective.name if base is not None and is_run(Path(base)) else None
+
+
+def say_objectives(objectives: Mapping[str, Sequence[str]], base: str = "", of_base: str | None = None) -> None:
+    """Name LoRAs that were trained by different objectives, and by another than that of the base, as far as it is
+    known."""
+    if of_base is not None:
+        objectives = {**objectives, of_base: [base, *objectives.get(of_base, ())]}
+    if len(objectives) > 1:
+        listed = ", ".join(f"{join_names(names, LISTED)} by {name}" for name, names in objectives.items())
+        say(f"  trained by different objectives, whose updates do not suit each other: {listed}")
 
 
 def base_name(sources: list[NamedLora]) -> str:

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 from simpletune import __version__
 from simpletune.adapters.files.detect_model import ARCHITECTURE_FIELDS, family_of_lora
-from simpletune.adapters.files.header import ADAPTER_METADATA
+from simpletune.adapters.files.header import ADAPTER_METADATA, EMBEDDED, OBJECTIVE
 from simpletune.adapters.files.keys import DORA, LORA
 from simpletune.config.schema import TrainConfig
 from simpletune.models.lora_registry import Layers
@@ -23,7 +23,7 @@ from simpletune.models.shared.lora_layout import DORA_MARK, LoraNames
 from simpletune.models.text_layers import split_text
 from simpletune.runs.attempts import attempts_of
 from simpletune.runs.folder import SAMPLES
-from simpletune.runs.model_card import licence, public_name, shareable
+from simpletune.runs.model_card import HINT, licence, public_name, shareable, usage_fields
 from simpletune.system.options import Json
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 ORIGIN = ("simpletune_parent", "simpletune_on_top_of")  # of a run's result: see ``runs.checkpoint.metadata_of``
 SAID = ("title", "author", "description", "tags")  # header fields that the command line may set
-EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
 SIDE = 256  # pixels of a thumbnail; the model spec recommends 256x256
 MOST = 32_000  # characters of a thumbnail in the header
 QUALITIES = ((SIDE, 85), (SIDE, 70), (SIDE, 50), (SIDE, 30), (SIDE // 2, 50), (SIDE // 4, 50))
@@ -141,9 +140,15 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
     train, adapter = config.train, config.adapter
     yield "modelspec.resolution", f"{width}x{height}"
     yield "modelspec.license", str(terms.get("license_name") or terms["license"])
+    hints = []
     if (trigger := trigger_of(config)) is not None:
         yield "modelspec.trigger_phrase", trigger
-        yield "modelspec.usage_hint", f"Write {trigger!r} into the prompt"
+        hints.append(f"Write {trigger!r} into the prompt.")
+    if told := usage_fields(config):
+        yield OBJECTIVE, told[OBJECTIVE]
+        hints.append(told[HINT])
+    if hints:
+        yield HINT, " ".join(hints).rstrip(".")
     yield "modelspec.tags", ", ".join((adapter.method, config.model.words.pipeline.tag, "simpletune"))
     under = "".join(f" with {lora}" for lora in public.model.loras)
     yield "modelspec.description", f"LoRA for {base}{under}, trained with simpletune {__version__}"

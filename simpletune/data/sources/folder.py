@@ -95,6 +95,13 @@ def split_names(root: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     return {split: found[split] for split in SPLITS if split in found} if len(found) > 1 else {}
 
 
+@dataclass(frozen=True)
+class MissingFolder(Problem):
+    """Pictures that are not there. Those of a shipped configuration never are: the command line says what to add."""
+
+    folder: str
+
+
 class Folder(Source):
     """Pictures in a folder and its subfolders."""
 
@@ -131,7 +138,9 @@ class Folder(Source):
         """Check the folder without opening a picture."""
         if not path.exists():
             place = "" if path.is_absolute() else f" in {Path.cwd()}"
-            yield Problem("data.path", f"{self.path} does not exist{place}. Give a folder with pictures")
+            yield MissingFolder(
+                "data.path", f"{self.path} does not exist{place}. Give a folder with pictures", self.path
+            )
         elif not path.is_dir():
             yield Problem("data.path", f"{self.path} is a file. Give the folder that holds the pictures")
         else:

@@ -273,7 +273,7 @@ class ShardIndex:
             if found is None and required:
                 raise UserError(
                     f"output.cache: {self.store} has no {INDEX}, and a web server cannot list shards. Check the "
-                    "URL, or run simpletune prepare where the cache was filled"
+                    "URL, or run simpletune train CONFIG --prepare where the cache was filled"
                 )
             try:
                 return SampleIndex() if found is None else SampleIndex.read(found[0])

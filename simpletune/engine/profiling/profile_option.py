@@ -14,8 +14,8 @@ class Profile(Option):
 
     max_traces: Annotated[int, Field(ge=0)] = 5
     """Number of epochs to trace, evenly spread; 0: none, and the profiler is not loaded. Writing a trace takes seconds,
-    not counted in the steps' times (docs/how-to/profile.md says what tracing costs). At the end of the run the memory
-    of one step is predicted for all traces, which takes as long as `simpletune estimate`."""
+    not counted in the steps' times. At the end of the run the memory of one step is predicted for all traces, which
+    takes as long as `simpletune estimate`."""
     wait: Annotated[int, Field(ge=0)] = 1
     """Steps to skip at the start of an epoch; they cost nothing."""
     warmup: Annotated[int, Field(ge=0)] = 1

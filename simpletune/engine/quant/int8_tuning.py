@@ -70,6 +70,6 @@ def announce_tuning(model: nn.Module, rows_of: RowsOf, device: torch.device) -> 
 
         say(
             f"kernel  the first step tunes the int8 kernel: {plural(shapes, 'shape')} x {len(TILES)} tiles, seconds to "
-            "minutes, except for shapes that Triton has timed on this card before (simpletune calibrate CONFIG does it "
-            "ahead)"
+            "minutes, except for shapes that Triton has timed on this card before (simpletune doctor --calibrate "
+            "CONFIG does it ahead)"
         )

@@ -208,14 +208,14 @@ class Int8(QuantisedPrecision):
     """How the blocks' linear layers multiply. dequantised: every pass converts the weight to the compute type first;
     int8: activations are quantised to int8 row by row, and a Triton kernel multiplies int8 x int8. It pays where the
     card limits a step and not the host: GeForce cards of sm_80 and newer (predicted); on an H100 it was slower. Errors
-    grow, above all if activations have outliers (docs/explanation/int8.md). LoRA's own products stay in the compute
-    type, and convolutions dequantise."""
+    grow, above all if activations have outliers (docs/explanation/measurements.md). LoRA's own products stay in the
+    compute type, and convolutions dequantise."""
     input_gradient: Literal["dequantised", "int8"] = "dequantised"
     """How the backward pass computes these layers' input gradients. int8: gradients are quantised like activations;
     needs products int8."""
     rotation: Literal["none", "hadamard"] = "none"
     """Rotate the linear layers' weights, and their inputs in every pass, by a block Hadamard matrix of 256, 64 or 16
-    columns (arXiv:2512.03673), so that outliers do not decide the scales (docs/explanation/int8.md has the
+    columns (arXiv:2512.03673), so that outliers do not decide the scales (docs/explanation/measurements.md has the
     errors). Costs time. Convolutions are not rotated."""
 
     bytes_per_weight: ClassVar[float] = 1
@@ -313,7 +313,7 @@ class Nf4(QuantisedPrecision):
     errs less, nf4 takes less memory (docs/reference/memory-levers.md)."""
     rotation: Literal["none", "hadamard"] = "none"
     """Rotate the linear layers' weights, and their inputs in every pass, by a block Hadamard matrix of 256, 64 or 16
-    columns (arXiv:2512.03673), so that outliers do not decide the scales (docs/explanation/int8.md has the
+    columns (arXiv:2512.03673), so that outliers do not decide the scales (docs/explanation/measurements.md has the
     errors). Costs time. Convolutions are not rotated."""
 
     bytes_per_weight: ClassVar[float] = 0.5

@@ -1,4 +1,4 @@
-"""``simpletune calibrate``: measure this device's speed, and store it for predicting time."""
+"""``simpletune doctor --calibrate``: measure this device's speed, and store it for predicting time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device's speed constants, and the file in which ``simpletune calibrate`` stores them. Imports no torch."""
+"""A device's speed constants, and the file in which ``simpletune doctor --calibrate`` stores them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -149,4 +149,6 @@ def read_constants(file: Path) -> Constants:
         return Constants.model_validate_json(file.read_bytes())
     except (OSError, ValidationError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise UserError(f"{file}: not a calibration of this version ({reason}). Run simpletune calibrate") from None
+        raise UserError(
+            f"{file}: not a calibration of this version ({reason}). Run simpletune doctor --calibrate"
+        ) from None

@@ -1,4 +1,4 @@
-"""This CPU's current speed, for predictions if ``simpletune calibrate`` has not run.
+"""This CPU's current speed, for predictions if ``simpletune doctor --calibrate`` has not run.
 
 Times every operation when a prediction asks for it, at its own shape or, if that takes long, at a smaller shape of the
 same kind. This takes a few seconds in all, less than calibrating.

@@ -1,4 +1,4 @@
-"""The operations that ``simpletune calibrate`` times: products, convolutions, attention, traffic, int8 and nf4.
+"""What ``simpletune doctor --calibrate`` times: products, convolutions, attention, traffic, int8 and nf4.
 
 Shapes: m rows (samples x tokens), n outputs, k the length of the sum. A linear layer computes y = x W^T ("tn" below);
 its backward pass computes "nn" products (the gradient of x) and "nt" products (the gradient of W).

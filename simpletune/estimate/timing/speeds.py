@@ -1,4 +1,5 @@
-"""Seconds of recorded work on a device, interpolated from ``simpletune calibrate``'s measurements. Imports no torch."""
+"""Seconds of recorded work on a device, interpolated from what ``simpletune doctor --calibrate`` measured. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -133,7 +134,7 @@ class CalibratedSpeeds:
         grid = next((grids[name] for name in names if name in grids), None)
         if grid is None or len(grid.axes) != len(extents):
             raise UserError(
-                f"the calibration of {self.constants.device} lacks {kind}.{dtype}. Run simpletune calibrate again "
-                "while nothing else runs"
+                f"the calibration of {self.constants.device} lacks {kind}.{dtype}. Run simpletune doctor --calibrate "
+                "again while nothing else runs"
             )
         return grid.time(*extents)

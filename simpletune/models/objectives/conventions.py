@@ -43,6 +43,9 @@ class FlowConventions(NamedTuple):
     tokens, and a number of steps; without, the shift is the configuration's constant."""
     from_one: bool = False
     """Whether n steps begin, before the shift, with the levels 1, 1 - 1/n, ..., 1/n, or with the scheduler's own."""
+    shift: float | None = None
+    """The shift of a family whose published models' schedulers tell none, because these are no flows: ``objective``
+    begins with it, and sampling takes the objective's. None: the scheduler's configuration tells that of sampling."""
 
     def time(self, sigma: Tensor) -> Tensor:  # [n] -> [n]
         """Return the network's timestep at a noise level."""

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from simpletune.models.objectives.conventions import USUAL, FlowConventions
 from simpletune.models.objectives.huber import Huber, errors
-from simpletune.models.objectives.objective import TrainingObjective
+from simpletune.models.objectives.objective import OTHER_NOISE, TrainingObjective
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.system.options import Problem
 
@@ -28,8 +29,6 @@ TIMESTEPS = 1000
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}  # diffusers' names and ours
 DIFFUSERS = {ours: theirs for theirs, ours in PREDICTIONS.items()}
 ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}  # in a scheduler config
-OTHER_NOISE = "EDM"
-"""Begins diffusers' names of schedulers whose noise is another one, as in Playground 2.5 and CosXL."""
 NEEDS_V = "needs v-prediction: at an SNR of zero, z_t is the noise itself, and predicting it teaches nothing."
 
 
@@ -72,13 +71,21 @@ class Ddpm(TrainingObjective):
         ends_in_noise = self.zero_terminal_snr or scheduler.get("rescale_betas_zero_snr")
         return bool(ends_in_noise) and self.min_snr_gamma is not None and self.min_timestep == TIMESTEPS - 1
 
-    def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
+    def problems(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions = USUAL) -> Iterator[Problem]:
         config = scheduler()
         if (name := str(config.get("_class_name"))).startswith(OTHER_NOISE):
             yield Problem(
                 "objective.name",
                 f"ddpm cannot train the noise of the model's scheduler, {name} (as in Playground 2.5 and CosXL). Use a "
                 "model with the noise of Stable Diffusion",
+            )
+            return
+        flows = name.startswith("FlowMatch") or config.get("use_flow_sigmas")
+        if flows and conventions.shift is not None:  # of a family that may be either
+            yield Problem(
+                "objective.name",
+                f"ddpm, but the model's scheduler, {name}, is one of rectified flow. Use objective.name flow, or a "
+                "model that predicts noise",
             )
             return
         predicted = config.get("prediction_type", "epsilon")
@@ -135,14 +142,14 @@ class Ddpm(TrainingObjective):
             return self.prediction
         return PREDICTIONS[scheduler.get("prediction_type", "epsilon")]
 
-    def scheduler_config(self, scheduler: ModelConfig) -> dict[str, Any]:
+    def scheduler_config(self, scheduler: ModelConfig, conventions: FlowConventions = USUAL) -> dict[str, Any]:
         """Derive the trained model's scheduler config from its base's, in diffusers' format."""
         zero = ZERO_SNR if self.zero_terminal_snr or scheduler.get("rescale_betas_zero_snr") else {}
         return {**scheduler, "prediction_type": DIFFUSERS[self.prediction_of(scheduler)], **zero}
 
-    def process(self, scheduler: Callable[[], ModelConfig], conventions: object = None) -> DdpmProcess:
+    def process(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions = USUAL) -> DdpmProcess:
         config = scheduler()
-        self.require(config)
+        self.require(config, conventions)
         trained = self.scheduler_config(config)
         alphas_bar = schedule_of(trained)
         if trained.get("rescale_betas_zero_snr"):
@@ -150,12 +157,17 @@ class Ddpm(TrainingObjective):
         return DdpmProcess(alphas_bar, trained["prediction_type"] == DIFFUSERS["v"], self.min_snr_gamma, self.huber)
 
     def solver(
-        self, scheduler: ModelConfig, steps: int, skipped: int = 0, conventions: object = None, tokens: object = None
+        self,
+        scheduler: ModelConfig,
+        steps: int,
+        skipped: int = 0,
+        conventions: FlowConventions = USUAL,
+        tokens: object = None,
     ) -> DpmSolver:
-        self.require(scheduler)
+        self.require(scheduler, conventions)
         return DpmSolver(self.scheduler_config(scheduler), steps, skipped)
 
-    def diffusers_scheduler(self) -> tuple[str, dict[str, object]]:
+    def diffusers_scheduler(self, conventions: FlowConventions = USUAL) -> tuple[str, dict[str, object]]:
         changes: dict[str, object] = {}
         if self.prediction != "auto":
             changes["prediction_type"] = DIFFUSERS[self.prediction]

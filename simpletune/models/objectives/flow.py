@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from simpletune.models.objectives.conventions import USUAL, FlowConventions
 from simpletune.models.objectives.densities import STEEPEST, Beta, CosMap, Density, LogitNormal, Mode, Uniform, between
 from simpletune.models.objectives.huber import Huber, errors
-from simpletune.models.objectives.objective import TrainingObjective
+from simpletune.models.objectives.objective import OTHER_NOISE, TrainingObjective
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.system.options import Problem, UserError
 
@@ -29,6 +29,9 @@ RAREST = 1e-6
 
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 """diffusers' scheduler of flows, whose noise levels sampling takes."""
+FOR_UNETS = "DPMSolverMultistepScheduler"
+"""diffusers' scheduler of flows for its pipelines of UNets, which cannot use the other; its first order is Euler's
+method."""
 SCHEDULE = frozenset(
     "num_train_timesteps shift use_dynamic_shifting base_shift max_shift base_image_seq_len max_image_seq_len "
     "invert_sigmas shift_terminal use_karras_sigmas use_exponential_sigmas use_beta_sigmas time_shift_type "
@@ -37,17 +40,22 @@ SCHEDULE = frozenset(
 """The keys of its configuration."""
 
 Shape = Annotated[float, Field(ge=0.05, le=20)]
+COMFYUI = (
+    "It was trained by rectified flow, which no program reads from a file. In ComfyUI, put the node ModelSamplingSD3 "
+    "with shift {shift:g} between the model (with its LoRAs) and the sampler, and use the sampler euler."
+)
 
 
 class Flow(TrainingObjective):
     """Rectified flow. The loss is the mean error of the velocity, the same at every noise level."""
 
     name: Literal["flow"] = "flow"
-    """Rectified flow, the objective of Stable Diffusion 3."""
+    """Rectified flow, the objective of Stable Diffusion 3, and of models with a UNet that were retrained by it
+    (bigASP 2.5, NoobAI-RF). No file of the latter says so: a base that predicts noise needs ddpm."""
     sigma: Literal["logit_normal", "uniform", "mode", "cosmap", "beta"] = "logit_normal"
     """Density of the noise level sigma (timestep sampling, arXiv:2403.03206 section 3.1). logit_normal: the paper's
-    best; uniform; mode: favours the middle and keeps the ends; cosmap: the cosine schedule's; beta: the Beta
-    distribution."""
+    best; uniform: where a configuration for a UNet begins; mode: favours the middle and keeps the ends; cosmap: the
+    cosine schedule's; beta: the Beta distribution."""
     logit_mean: Annotated[float, Field(ge=-10, le=10)] = 0.0
     """Mean of the logit-normal density; positive values mean more noise."""
     logit_std: Annotated[float, Field(gt=0, le=10)] = 1.0
@@ -62,15 +70,21 @@ class Flow(TrainingObjective):
     """Lowest noise level to train on, after the shift; the density keeps its shape above it."""
     max_sigma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Highest noise level to train on, after the shift."""
-    shift: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = "auto"
+    shift: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto", "resolution"] = "auto"
     """Timestep shift s in sigma' = s sigma / (1 + (s - 1) sigma). auto: proportional to the side length, 3 at 1024 px,
-    at least 1 (arXiv:2403.03206, eq. 23: the square root of the pixel count)."""
+    at least 1 (arXiv:2403.03206, eq. 23: the square root of the pixel count); resolution: the same with 1 at 1024 px
+    and no least. A configuration for a UNet begins with 2.5, and its pictures are drawn with the same shift."""
+    round_time: bool = False
+    """Tell the UNet of SDXL, SD 1.5 or 2 whole timesteps, 999 sigma rounded down, as forks of sd-scripts do in
+    training; false: 1000 sigma, as programs draw. Pictures are always drawn with the latter."""
     huber: Huber | None = None
     """Pseudo-Huber loss; null: mean squared error. The validation loss follows."""
 
     sampler: ClassVar[str] = "Euler"
 
-    def shift_at(self, resolution: int) -> float:
+    def shift_at(self, resolution: float) -> float:
+        if self.shift == "resolution":
+            return resolution / 1024
         return max(1.0, 3.0 * resolution / 1024) if self.shift == "auto" else self.shift
 
     def rules(self, resolutions: Iterable[int] = ()) -> Iterator[Problem]:
@@ -95,8 +109,18 @@ class Flow(TrainingObjective):
                     f"{self.max_sigma:g}. Widen the range, or use sigma uniform",
                 )
 
-    def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
+    def problems(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions = USUAL) -> Iterator[Problem]:
         config = scheduler()
+        if conventions.shift is not None:  # the scheduler tells nothing about the flow
+            if (name := str(config.get("_class_name"))).startswith(OTHER_NOISE):
+                yield Problem(
+                    "objective.name",
+                    f"flow, but the model's scheduler is {name} (as in Playground 2.5 and CosXL), whose network reads "
+                    "other times and latents. Use another model",
+                )
+            return
+        if self.round_time:
+            yield Problem("objective.round_time", "true is for models with a UNet alone. Use false")
         known = (*SCHEDULE, "auto_map")  # the latter names code for transformers, which is never run
         unknown = [key for key, value in config.items() if key not in known and value not in (None, False)]
         unknown = [key for key in unknown if not key.startswith("_")]
@@ -132,9 +156,27 @@ class Flow(TrainingObjective):
         }
         return densities[self.sigma]
 
+    def describe(self, scheduler: ModelConfig | None, source: str) -> str:
+        shift = "by resolution" if isinstance(self.shift, str) else f"{self.shift:g}"
+        return f"the velocity noise - z_0 of rectified flow, by objective.name; shift {shift}"
+
+    def usage(self, conventions: FlowConventions) -> str | None:
+        return None if conventions.shift is None else COMFYUI.format(shift=conventions.shift)
+
+    def scheduler_config(self, scheduler: ModelConfig, conventions: FlowConventions = USUAL) -> dict[str, Any]:
+        found = self.diffusers_scheduler(conventions)
+        # nothing of a base that predicted v stays, which would leave its marks in a single file
+        return dict(scheduler) if found is None else {"_class_name": found[0], **found[1]}
+
+    def diffusers_scheduler(self, conventions: FlowConventions = USUAL) -> tuple[str, dict[str, object]] | None:
+        if conventions.shift is None:
+            return None
+        told = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": conventions.shift}
+        return FOR_UNETS, {**told, "solver_order": 1}
+
     def process(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions) -> FlowProcess:
         """Build the process; a flow needs no scheduler's configuration."""
-        return FlowProcess(self.huber, conventions)
+        return FlowProcess(self.huber, conventions, self.round_time)
 
     def solver(
         self,
@@ -148,8 +190,9 @@ class Flow(TrainingObjective):
         import torch
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        self.require(scheduler)
-        levels = FlowMatchEulerDiscreteScheduler.from_config(dict(scheduler))
+        self.require(scheduler, conventions)
+        told = dict(scheduler) if conventions.shift is None else {"shift": conventions.shift}
+        levels = FlowMatchEulerDiscreteScheduler.from_config(told)
         if steps == 1 and levels.config.shift_terminal:  # diffusers divides 0 by 0
             raise UserError(
                 f"the model's scheduler ends its steps at the noise level {levels.config.shift_terminal:g} "
@@ -164,8 +207,9 @@ class Flow(TrainingObjective):
 class FlowProcess:
     """Rectified flow on tensors, a ``NoisingProcess``; a noise level is sigma in (0, 1)."""
 
-    def __init__(self, huber: Huber | None = None, conventions: FlowConventions = USUAL):
-        self.huber, self.sign, self.time = huber, conventions.sign, conventions.time
+    def __init__(self, huber: Huber | None = None, conventions: FlowConventions = USUAL, round_time: bool = False):
+        self.huber, self.sign = huber, conventions.sign
+        self.time: Callable[[Tensor], Tensor] = whole_time if round_time else conventions.time
 
     def noised(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """Compute z_t = (1 - sigma) z_0 + sigma noise (arXiv:2403.03206, eq. 13)."""
@@ -205,6 +249,11 @@ class Euler:
         """Return z + (sigma_next - sigma) velocity."""
         now, then = self.sigmas[index], self.sigmas[index + 1]
         return z + (then - now if self._process.sign > 0 else now - then).to(z.device) * prediction
+
+
+def whole_time(sigma: Tensor) -> Tensor:  # [n] -> [n], int64
+    """Return 999 sigma rounded down (bluvoll/sd-scripts, ``get_noise_noisy_latents_and_timesteps``)."""
+    return (sigma * 999).long()
 
 
 def shift_sigma(sigma: float, shift: float) -> float:

@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from simpletune.models.objectives.conventions import FlowConventions
+from simpletune.models.objectives.conventions import USUAL, FlowConventions
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.system.options import ConfigError, Option, Problem
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
+
+
+OTHER_NOISE = "EDM"
+"""Begins diffusers' names of schedulers whose noise is another one, as in Playground 2.5 and CosXL."""
 
 
 class TrainingObjective(Option):
@@ -30,13 +34,13 @@ class TrainingObjective(Option):
         """Check what needs no model, and the density of noise levels at training resolutions in pixels."""
         yield from ()
 
-    def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
+    def problems(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions = USUAL) -> Iterator[Problem]:
         """Check whether the objective fits the model; ``scheduler`` returns its ``scheduler_config.json``."""
         yield from ()
 
-    def require(self, scheduler: ModelConfig) -> None:
+    def require(self, scheduler: ModelConfig, conventions: FlowConventions = USUAL) -> None:
         """Raise ConfigError if the objective does not fit the model."""
-        problems = [*self.rules(), *self.problems(lambda: scheduler)]
+        problems = [*self.rules(), *self.problems(lambda: scheduler, conventions)]
         if problems:
             raise ConfigError(problems)
 
@@ -53,8 +57,8 @@ class TrainingObjective(Option):
         """Return whether every level that it draws has a weight of 0."""
         return False
 
-    def shift_at(self, resolution: int) -> float:
-        """Return the shift of noise levels for a training resolution in pixels; 1 does not shift."""
+    def shift_at(self, resolution: float) -> float:
+        """Return the shift of noise levels for the side in pixels of a square picture; 1 does not shift."""
         return 1.0
 
     def draw(self, stream: np.random.Generator, shift: float) -> float:
@@ -69,7 +73,7 @@ class TrainingObjective(Option):
         """Draw a sample's noise of shape (c, h, w), normal in fp32, from a stream that its key seeds."""
         return stream.standard_normal(tuple(shape), dtype="float32")
 
-    def scheduler_config(self, scheduler: ModelConfig) -> dict[str, Any]:
+    def scheduler_config(self, scheduler: ModelConfig, conventions: FlowConventions = USUAL) -> dict[str, Any]:
         """Derive the trained model's scheduler config from its base's, in diffusers' format."""
         return dict(scheduler)
 
@@ -99,7 +103,7 @@ class TrainingObjective(Option):
             scheduler: the model's ``scheduler_config.json``.
             steps: the number of steps.
             skipped: how many of the first, noisiest steps to leave out.
-            conventions: the family's, if it is trained by flow.
+            conventions: the family's (``Family.conventions``), if it is trained by flow.
             tokens: returns the number of tokens of the generated picture, on which the shift may depend.
 
         Raises:
@@ -107,7 +111,11 @@ class TrainingObjective(Option):
         """
         raise NotImplementedError
 
-    def diffusers_scheduler(self) -> tuple[str, dict[str, object]] | None:
+    def usage(self, conventions: FlowConventions) -> str | None:
+        """Say what a user of the result has to set, because no file tells it; None: nothing."""
+        return None
+
+    def diffusers_scheduler(self, conventions: FlowConventions = USUAL) -> tuple[str, dict[str, object]] | None:
         """Return the class of diffusers' scheduler that steps as ``solver`` does, and its changes to the base's
         scheduler config; None if it is the base's own scheduler."""
         return None

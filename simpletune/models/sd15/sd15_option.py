@@ -89,11 +89,11 @@ class SD15(UNetFamily):
         self,
         model: nn.Module,
         z_t: Tensor,  # [b, c, h, w]
-        time: Tensor,  # [b], fp32: whole numbers from 0 to 999
+        time: Tensor,  # [b]: whole numbers from 0 to 999, or by flow 1000 sigma in fp32
         conditioning: Conditioning,  # embeds [b, t, e]
         dtype: torch.dtype,
     ) -> Tensor:  # [b, c, h, w]
-        """Predict noise or v at z_t. The time keeps its type: bf16 and fp16 lack some integers up to 999."""
+        """Predict noise, v or velocity at z_t. The time keeps its type: bf16 and fp16 lack some integers up to 999."""
         return model(
             sample=z_t.to(dtype), timestep=time, encoder_hidden_states=conditioning.embeds.to(dtype), return_dict=False
         )[0]

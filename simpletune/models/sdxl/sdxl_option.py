@@ -91,11 +91,11 @@ class SDXL(UNetFamily):
         self,
         model: nn.Module,
         z_t: Tensor,  # [b, c, h, w]
-        time: Tensor,  # [b], fp32: whole numbers from 0 to 999
+        time: Tensor,  # [b]: whole numbers from 0 to 999, or by flow 1000 sigma in fp32
         conditioning: Conditioning,  # embeds [b, t, e], pooled [b, p], time_ids [b, 6] in fp32
         dtype: torch.dtype,
     ) -> Tensor:  # [b, c, h, w]
-        """Predict noise or v at z_t."""
+        """Predict noise, v or velocity at z_t."""
         assert conditioning.pooled is not None
         return model(
             sample=z_t.to(dtype),

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from simpletune.engine.quant.precision import WeightPrecision
 
 LDM_VAE = "first_stage_model."  # the prefix that diffusers' converter expects
+PADDING = "padding_mode"  # in config.json: torch's of convolutions; diffusers has no such key
+PADDINGS = ("zeros", "reflect")
 
 
 class Statistics(Protocol):
@@ -225,17 +227,18 @@ class Autoencoder:
     def load(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
         """Load it, frozen, with tiles of ``tile`` pixels a side for larger pictures (None: none). Raises UserError if
         it is not for these latents (``autoencoder_config``), or its weights do not fit it."""
-        vae = load_autoencoder(self.part(), dtype, self.latents, self.channels)
-        return _ready(vae.to(device), tile)
+        part = self.part()
+        vae = load_autoencoder(part, dtype, self.latents, self.channels)
+        return _ready(vae.to(device), tile, part.config())
 
     def empty(self, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
         """Build it as ``load`` does, without values."""
         from torch import nn
 
         config = autoencoder_config(self.known_part(), self.latents, self.channels)
-        vae = _class_of(config).from_config(config)
+        vae = _class_of(config).from_config(_of_diffusers(config))
         nn.Module.to(vae, dtype)  # diffusers' own .to() prints a warning that does not apply
-        return _ready(vae, tile)
+        return _ready(vae, tile, config)
 
     def encode(self, vae: Any, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
         """Encode pictures [b, 3, s h, s w] in -1..1 to fp32 latents [b, c, h, w]: the posterior's mode, normalised.
@@ -288,9 +291,20 @@ def _outside(kind: Kind, tensor: Tensor) -> Tensor:
     return tensor[:, :, 0] if kind.frames else tensor
 
 
-def _ready(vae: nn.Module, tile: int | None) -> nn.Module:
+def _of_diffusers(config: ModelConfig) -> ModelConfig:
+    return {key: value for key, value in config.items() if key != PADDING}
+
+
+def _ready(vae: nn.Module, tile: int | None, config: ModelConfig) -> nn.Module:
     if tile is not None:
         _kind_of(vae).use_tiles(vae, tile)
+    if config.get(PADDING, PADDINGS[0]) != PADDINGS[0]:
+        from torch import nn
+
+        # as forks of sd-scripts do (bluvoll/sd-scripts, ``use_reflection_padding``): what a convolution pads itself
+        for module in vae.modules():
+            if isinstance(module, nn.Conv2d) and any(module.padding):
+                module.padding_mode = config[PADDING]
     return vae.eval().requires_grad_(False)
 
 
@@ -302,6 +316,12 @@ def autoencoder_config(part: Part, latents: Latents, channels: int | None) -> Mo
     if name not in latents.kinds:
         needed = " or ".join(latents.kinds)
         raise UserError(f"model.vae: {part.place} is a {name}; the model needs an {needed}")
+    if part.changes and name != "AutoencoderKL":
+        changed = ", ".join(f"{key} {value}" for key, value in part.changes.items())
+        raise UserError(
+            f"model.vae: {part.place} is an {name}, whose latents {changed} would not fit. Remove model.vae_scale, "
+            "vae_shift and vae_padding, or name an AutoencoderKL"
+        )
     kind = KINDS[name]
     try:
         problem, (made, downsampling) = kind.problem(config), kind.made(config)
@@ -309,6 +329,10 @@ def autoencoder_config(part: Part, latents: Latents, channels: int | None) -> Mo
         raise UserError(f"model.vae: {part.place} has a damaged configuration ({error}). Download it again") from error
     if problem is not None:
         raise UserError(f"model.vae: {part.place} {problem}")
+    if (padding := config.get(PADDING, PADDINGS[0])) not in PADDINGS:
+        raise UserError(
+            f"model.vae: {part.place} has the {PADDING} {padding!r} in its config.json. Use {' or '.join(PADDINGS)}"
+        )
     for what, found, wanted in (
         ("channels", made, channels),
         ("pixels a side for each place", downsampling, latents.downsampling),
@@ -331,16 +355,17 @@ def load_autoencoder(part: Part, dtype: torch.dtype, latents: Latents, channels:
     if part.file is None:
         with explain_load_errors(part):
             with init_empty_weights():
-                expected = tensor_shapes(kind.from_config(config).state_dict())
+                expected = tensor_shapes(kind.from_config(_of_diffusers(config)).state_dict())
             require_weights(part, expected)
-            return kind.from_pretrained(part.folder, dtype=dtype, **only_local(part))
+            changes = _of_diffusers(part.changes or {})
+            return kind.from_pretrained(part.folder, dtype=dtype, **changes, **only_local(part))
     if name != "AutoencoderKL":
         raise UserError(f"model.vae: {part.place} is an {name}, which is read from folders only. Set model.vae to one")
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
     original = {LDM_VAE + key: tensor for key, tensor in part.single_file().read("vae").items()}
     with init_empty_weights():
-        vae = kind.from_config(config)
+        vae = kind.from_config(_of_diffusers(config))
     tensors = {key: tensor.to(dtype, copy=True) for key, tensor in convert_ldm_vae_checkpoint(original, config).items()}
     require_tensor_shapes(part, tensor_shapes(vae.state_dict()), tensor_shapes(tensors))
     vae.load_state_dict(tensors, assign=True)

@@ -8,6 +8,7 @@ Shapes: b samples, c latent channels, h and w the latents' height and width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,10 @@ class Family(ModelOption):
     flow: ClassVar[FlowConventions] = USUAL
     """Its conventions under the objective ``flow``."""
 
+    def conventions(self, objective: TrainingObjective, side: float) -> FlowConventions:
+        """Return ``flow``, where the family has a shift with the objective's, for squares of a side in pixels."""
+        return self.flow if self.flow.shift is None else self.flow._replace(shift=objective.shift_at(side))
+
     @property
     def architecture(self) -> Architecture:
         """The network that is trained."""
@@ -96,8 +101,9 @@ class Family(ModelOption):
         """Build the solver of the objective that the weights were trained with, for pictures of a size in pixels (see
         ``TrainingObjective.solver``). Raises UserError if the scheduler's configuration is damaged or does not fit."""
         part, image_tokens = self.files.part("scheduler"), partial(self.architecture.image_tokens, size)
+        conventions = self.conventions(objective, math.sqrt(math.prod(size)))
         with explain_load_errors(part):
-            return objective.solver(part.config(), steps, skipped, self.flow, image_tokens)
+            return objective.solver(part.config(), steps, skipped, conventions, image_tokens)
 
     @property
     def inpaints(self) -> bool:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
@@ -123,9 +124,20 @@ class FamilyFiles:
         """Return the names of all parts that the model needs."""
         return ["scheduler", self.family.denoiser, "vae", *self.family.text.part_names()]
 
+    def changes_of(self, part: str) -> ModelConfig:
+        """Return what options change in a part's configuration."""
+        return {}
+
     def part(self, name: str) -> Part:
         """Locate a part (``transformer``, ``vae``, ``scheduler``, ``tokenizer_2``), downloading it if necessary. Raises
         UserError if it is missing, or cannot be downloaded."""
+        return self._changed(self._unchanged_part(name))
+
+    def _changed(self, part: Part) -> Part:
+        changes = self.changes_of(part.name)
+        return replace(part, changes=changes) if changes else part
+
+    def _unchanged_part(self, name: str) -> Part:
         field, value = self.provider(name)
         if name == "scheduler" and (value is None or is_single_file(value)):
             told = {} if value is None else self.single_file(value).scheduler_settings
@@ -149,7 +161,7 @@ class FamilyFiles:
     def known_part(self, name: str) -> Part:
         """Locate a part's configuration; downloads nothing for a Hub name whose configuration ships."""
         config = self.bundled_config(self.provider(name)[1], name)
-        return self.part(name) if config is None else Part(name, None, bundled=config)
+        return self.part(name) if config is None else self._changed(Part(name, None, bundled=config))
 
     def bundled_config(self, hub_name: str | None, part: str | None = None) -> ModelConfig | None:
         """Return a part's (default: the trained model's) ``config.json`` for a Hub name with bundled ones, else

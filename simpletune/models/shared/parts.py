@@ -34,6 +34,7 @@ class Part:
     file: Path | None = None  # the single file with the weights; None if they are in the folder
     layout: FileLayout | None = None
     bundled: ModelConfig | None = None  # the configuration of a part without a folder, which ships with this package
+    changes: ModelConfig | None = None  # to the configuration, by options
 
     @property
     def place(self) -> str:
@@ -50,9 +51,9 @@ class Part:
         Raises UserError if it cannot be read, or contains a size beyond the limits."""
         if self.folder is None:
             assert self.bundled is not None
-            return self.bundled
+            return {**self.bundled, **(self.changes or {})}
         file = self.folder / ("scheduler_config.json" if self.name == "scheduler" else "config.json")
-        return read_config(file, self.name)
+        return {**read_config(file, self.name), **(self.changes or {})}
 
     def fingerprint(self, sums: Path | None = None) -> str:
         """Return a short hash of the part's configuration and of every byte of its weights, the same wherever they lie:
@@ -60,10 +61,13 @@ class Part:
         if self.name.startswith("tokenizer"):
             assert self.folder is not None  # single files never contain tokenizers
             return files_hash(self.folder)
+        import hashlib
+
         if self.name != "scheduler" and self.file is None:
             assert self.folder is not None
-            return fingerprint(self.folder, sums)
-        import hashlib
+            unchanged = fingerprint(self.folder, sums)
+            more = json.dumps(self.changes, sort_keys=True)
+            return hashlib.sha256((unchanged + more).encode()).hexdigest()[:16] if self.changes else unchanged
 
         is_denoiser = self.layout is not None and self.name == self.layout.denoiser
         config = json.dumps(self.single_file().denoiser_config if is_denoiser else self.config(), sort_keys=True)

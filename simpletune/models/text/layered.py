@@ -5,7 +5,9 @@ Results equal those of the whole model: the layers are transformers' own, called
 batches. Shapes: n prompts, L tokens, w width.
 
 transformers' ``device_map`` with all layers on disk (accelerate's dispatch) gives the same bits, but reads the whole
-encoder again for every prompt, or holds the activations of all of them: docs/reference/memory-levers.md has figures.
+encoder again for every prompt, or holds the activations of all of them. 32 prompts of 128 tokens through a T5 of 341 M
+parameters in bf16 took 17.4 processor seconds layer by layer, 21.7 by dispatch, and 15.7 in one batch, whose peak was
+571 MiB instead of 108 (one core of an AMD EPYC, torch 2.13.0 CPU build, transformers 5.23, 29 November 2026).
 """
 
 from __future__ import annotations
@@ -183,7 +185,7 @@ class LayeredEncoder:
         depth = max(self.taps) if self.taps else len(blocks)  # type: ignore[arg-type]
         width, state = hidden.shape[-1], dict[str, Any]()
         with accounting.allocating(HOST):
-            tapped = hidden.new_empty(*hidden.shape[:-1], width * len(self.taps))
+            tapped = hidden.new_empty(*hidden.shape[:-1], width * len(self.taps)) if self.taps else hidden
         with progress(f"text  {self.title.lower()}", depth, "layers", detail) as advance:
             for number, block in enumerate(list(blocks)[:depth]):  # type: ignore[call-overload]
                 with self._loaded(block, f"{self.blocks}.{number}."):

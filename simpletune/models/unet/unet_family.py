@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from simpletune.models.objectives.conventions import FlowConventions
 from simpletune.models.shared.architecture import Architecture, AttentionShape
 from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Latents
 from simpletune.models.shared.buckets import Size
@@ -37,13 +38,21 @@ class UNetFamily(Family):
     """Start from the pretrained UNet, or from random weights (training from scratch; reads only its config)."""
     loras: LoraNames = []
     """LoRAs to train on top of, merged into the UNet before it is quantised: each a file in any layout, a run,
-    RUN@STEP or a hub name, with a strength as in style.safetensors:0.8. Same weights as those of simpletune merge; the
-    result holds only what is trained. Takes no device memory. One that begins with training: is used only while
+    RUN@STEP or a hub name, with a strength as in style.safetensors:0.8. Same weights as those of simpletune lora merge;
+    the result holds only what is trained. Takes no device memory. One that begins with training: is used only while
     training, such as the assistant of a model that draws in few steps: pictures are drawn without it."""
     unet: str | None = None
     """Replaces the UNet: its folder or single file, or the folder or Hub name of a pipeline."""
     vae: str | None = None
     """Replaces the autoencoder: its folder, or the folder or Hub name of a pipeline."""
+    vae_scale: Annotated[float, Field(gt=0, le=100)] | None = None
+    """Scaling factor of latents, for an autoencoder of its own in a single file, such as EQ-VAE's 0.1406; null: what
+    vae/config.json says, or that of the family's own autoencoder."""
+    vae_shift: Annotated[float, Field(ge=-100, le=100)] | None = None
+    """Shift that latents lose before they are scaled, such as EQ-VAE's -0.4743; null: likewise, usually 0."""
+    vae_padding: Literal["zeros", "reflect"] | None = None
+    """Padding of the autoencoder's convolutions: reflect for one that was trained with it, as EQ-VAE's; null: what
+    padding_mode in vae/config.json says, or zeros."""
 
     inpainting: bool = False
     """Give a UNet of four input channels the five of an inpainting model, a mask and a masked picture: their weights
@@ -52,7 +61,9 @@ class UNetFamily(Family):
 
     denoiser: ClassVar[str] = "unet"
     latents: ClassVar[Latents] = STABLE_DIFFUSION
-    objectives: ClassVar[tuple[str, ...]] = ("ddpm",)
+    objectives: ClassVar[tuple[str, ...]] = ("ddpm", "flow")
+    # of NoobAI-RF; the time as in ComfyUI's ModelSamplingSD3, the levels as in diffusers' scheduler for these pipelines
+    flow: ClassVar[FlowConventions] = FlowConventions(from_one=True, shift=2.5)
 
     def skipped_steps(self, steps: int, strength: float) -> int:
         return steps - min(int(steps * strength), steps)
@@ -64,6 +75,14 @@ class UNetFiles(FamilyFiles):
     family: UNetFamily
     scheduler_tells: ClassVar[bool] = True
     hub_bytes: ClassVar[int] = 4  # SDXL's unet/diffusion_pytorch_model.safetensors has 10,270,077,736 bytes
+
+    def changes_of(self, part: str) -> ModelConfig:
+        told = {
+            "scaling_factor": self.family.vae_scale,
+            "shift_factor": self.family.vae_shift,
+            "padding_mode": self.family.vae_padding,
+        }
+        return {key: value for key, value in told.items() if value is not None} if part == "vae" else {}
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
         """Return what ``FamilyFiles`` does. Raises UserError if the UNet is of another family."""

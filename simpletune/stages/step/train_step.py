@@ -63,6 +63,7 @@ class TrainStep:
     ):
         # the step and what changes it
         self.config = plain.config
+        self.plain = plain
         self.variant = variant
         self.fp16 = fp16
         self.process = plain.process

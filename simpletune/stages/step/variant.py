@@ -21,6 +21,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.fsdp.fsdp_model import FsdpModel, local_parameters
 from simpletune.engine.optim.in_backward import clip_each
 from simpletune.engine.optim.rounding import RoundedOptimizer
+from simpletune.models.objectives.objective import NoisingProcess
 from simpletune.stages.modulation_plan import replay
 from simpletune.stages.step.attention import use_attention
 from simpletune.stages.step.batch_loader import Batch
@@ -112,7 +113,7 @@ class PlainStep(StepVariant):
         self.accelerator = accelerator
         self.denoiser: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self.parameters = list(local_parameters(model).values())
-        self.process = config.objective.process(config.model.files.scheduler_config, config.model.flow)
+        self.process: NoisingProcess = config.objective.process(config.model.files.scheduler_config, config.model.flow)
         self.dtype = config.precision.compute_dtype()
 
     def follow_schedule(self, step: int, steps: int) -> None:

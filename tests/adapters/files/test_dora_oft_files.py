@@ -254,7 +254,9 @@ def test_what_needs_a_matrix_is_refused_with_a_remedy(
     method: str, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:
     file = trained(method).file
-    with pytest.raises(UserError, match="depends on the weights that it changes.*simpletune merge.*simpletune extract"):
+    with pytest.raises(
+        UserError, match="depends on the weights that it changes.*simpletune lora merge.*simpletune lora extract"
+    ):
         mix([(read_lora(file), 1.0), (read_lora(file), 1.0)], Recipe("cat"))
     assert main(["resize", str(file), "--rank", "2", "--out", str(tmp_path / "x.safetensors")]) == 2
 

@@ -370,8 +370,8 @@ def test_what_export_says_of_dokr_works(weights, tmp_path: Path, capsys: pytest.
     file = saved(tensors, tmp_path)
     assert main(["export", str(file), "--format", "kohya", "--out", str(tmp_path / "no.safetensors")]) == 2
     said = capsys.readouterr().err
-    assert f"{Q} is DoKr, which is not written. Merge it into its base: simpletune merge, and" in said
-    assert "simpletune extract" in said
+    assert f"{Q} is DoKr, which is not written. Merge it into its base: simpletune lora merge, and" in said
+    assert "simpletune lora extract" in said
     folder, out = tmp_path / "merged", tmp_path / "lora.safetensors"
     goal = merged(file, folder)[f"{Q}.weight"] - weights[f"{Q}.weight"]
     assert main(["extract", BASE, str(folder), "--rank", "96", "--out", str(out)]) == 0

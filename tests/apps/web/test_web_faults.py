@@ -94,7 +94,7 @@ def test_a_folder_takes_the_place_of_a_configuration_s(tmp_path: Path, monkeypat
     Image.effect_noise((96, 96), 60).convert("RGB").save(tmp_path / "1.png")
     shipped: Any = {"data": {"path": "old", "prompt": "old", "caption_prefix": "old", "resolution": 32, "flip": True}}
     monkeypatch.setattr(presets, "read_json", lambda file: copy.deepcopy(shipped))
-    monkeypatch.setattr(presets, "shipped_names", lambda: ("one",))
+    monkeypatch.setattr(presets, "shipped_files", lambda: {"one": tmp_path})
     for captioned, trigger, expected in (
         (False, "ohwx", {"prompt": "a photo of ohwx"}),
         (False, "", {"prompt": f"a photo of {TRIGGER}"}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import logging
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +112,13 @@ def test_a_token_from_the_environment_is_not_deleted(
         (Failure(401, "GatedRepo", on="resolve"), True, "refused", "mistyped, expired or revoked"),
         (Failure(401, on="resolve"), True, "refused", "mistyped, expired or revoked"),
         (Failure(403, "GatedRepo", on="resolve"), True, "licence", "has not accepted SD3 Medium's licence"),
+        (Failure(404, "RepoNotFound", on="resolve"), True, "not found", "not found on the hub, or it is private (404)"),
+        (
+            Failure(401, "RepoNotFound", on="resolve"),
+            False,
+            "not found",
+            "not found on the hub, or it is private (401)",
+        ),
         (Failure("close", on="resolve"), False, "unknown", "is unknown: the Hub gave no answer"),
         (Failure(500, on="resolve"), True, "unknown", "is unknown: the Hub gave no answer"),
     ],
@@ -130,11 +136,11 @@ def test_each_state_of_a_base_says_what_to_do(
     if with_token:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
     access = hub_account.access_to(SD3_MEDIUM)
-    assert access.state == state and access.may_fail == (state in ("no token", "refused", "licence"))
+    assert access.state == state and access.may_fail == (state not in ("ready", "unknown"))
     text = open_pages(tmp_path).get(f"/hub?model={SD3_MEDIUM}").text
     assert said in words(text) and TOKEN not in text
     assert ('id="hub-licence"' in text) == (state in ("no token", "licence"))
-    assert ('id="hub-token"' in text) == (with_token or state == "no token")
+    assert ('id="hub-token"' in text) == (with_token or state in ("no token", "not found"))
     assert ('id="hub-download"' in text) == (state == "ready")
 
 
@@ -187,22 +193,27 @@ def test_a_base_is_downloaded_paused_and_finished(hub: FakeHub, tmp_path: Path) 
         make_roots(tmp_path / "runs", [tmp_path]),
         processes.job_name("download", NAME),
     )
-    hub.delay = 0.3
+    hub.delay, cache = 0.3, tmp_path / "home" / "hf"
+    hub.failure = Failure("stall", on="weights", method="GET")
     asked = {"model.pretrained": NAME}
     text = pages.post("/hub/download", data=asked, headers=HX).text
     assert 'id="hub-pause"' in text and "every 2s" in text
-    until(lambda: hub.sent, 60)
+    until(lambda: any(cache.rglob("*.incomplete")), 60)
     assert "is still running" in pages.post("/hub/download", data=asked, headers=HX).text
     pages.post("/hub/pause", data=asked, headers=HX)
     until(lambda: not processes.is_running(roots, job), 60)
-    time.sleep(0.2)
-    kept = {file.relative_to(tmp_path / "home" / "hf") for file in (tmp_path / "home" / "hf").rglob("*.json")}
-    hub.delay = 0.0
+    until(lambda: processes.exit_code(roots, job) is not None, 10)
+    text = pages.get("/hub", params={"model": NAME}).text
+    assert "Go on" in words(text) and "Paused: complete files stay" in words(text) and "problem" not in text
+    kept = {file.relative_to(cache) for file in cache.rglob("*.json")}
+    assert not list(cache.rglob("*.incomplete")), "no later download would continue it"
+    hub.delay, hub.failure = 0.0, None
     pages.post("/hub/download", data=asked, headers=HX)
     until(lambda: not processes.is_running(roots, job), 120)
     until(lambda: processes.exit_code(roots, job) is not None, 10)
     assert processes.exit_code(roots, job) == 0, processes.tail(roots, job, 20)
-    now = {file.relative_to(tmp_path / "home" / "hf") for file in (tmp_path / "home" / "hf").rglob("*.json")}
+    assert "owner/tiny-sd3 is on this machine" in words(pages.get("/hub", params={"model": NAME}).text)
+    now = {file.relative_to(cache) for file in cache.rglob("*.json")}
     assert kept <= now and any(each.name == "config.json" for each in now)
     hub.failure = Failure(404, "RepoNotFound")
     pages.post("/hub/download", data={"model.pretrained": "owner/no-sd3"}, headers=HX)

@@ -331,7 +331,7 @@ def test_what_the_buttons_start(client: TestClient, tmp_path: Path, started: lis
         ["choose-one", "evaluate", str(run), "--choose", "10"],
         ["choose-one", "evaluate", str(run), "--choose", "auto"],
         ["report-one", "report", str(run)],
-        ["finish-one", "finish", f"{run}@10"],
+        ["finish-one", "control", f"{run}@10", "--finish"],
     ]
 
 
@@ -368,8 +368,8 @@ def test_one_button_gives_the_best_step_for_comfyui_converted_once(
     sent = client.get(address)
     assert sent.content == b"converted" and 'filename="one.safetensors"' in sent.headers["content-disposition"]
     assert client.post("/run/one/convert", data={"step": "10"}).headers["location"] == address  # without scripts
-    assert len(begun) == 1 and begun[0][:4] == ["export", f"{run}@10", "--format", "kohya"]
-    assert Path(begun[0][5]).is_relative_to(tmp_path / "runs" / ".web" / "downloads" / "run-one")
+    assert len(begun) == 1 and begun[0][:5] == ["lora", "export", f"{run}@10", "--format", "kohya"]
+    assert Path(begun[0][6]).is_relative_to(tmp_path / "runs" / ".web" / "downloads" / "run-one")
     (run / SAVED).write_bytes(lora("diffusers") + b"")  # trained again
     os.utime(run / SAVED, ns=(1, 1))
     assert client.get(address).status_code == 404
@@ -424,7 +424,7 @@ def test_a_full_fine_tuning_says_where_its_folder_is(client: TestClient, tmp_pat
     (run / "summary.json").write_text(json.dumps({"steps": 12, "output": "runs/one/transformer"}))
     text = text_of(client.get("/run/one/result"))
     assert "The result is the folder runs/one/transformer" in text and "Download for" not in text
-    assert f"simpletune merge --base {run} --out one.safetensors" in text
+    assert f"simpletune lora merge --base {run} --out one.safetensors" in text
 
 
 def test_the_card_s_figures_are_shown_while_a_run_trains_on_one(

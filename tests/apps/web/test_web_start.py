@@ -341,6 +341,23 @@ def test_a_base_is_picked_by_its_card_and_brings_its_own_settings(
     assert "outside of the folders that this page may use" in text
 
 
+def test_that_a_base_was_trained_by_rectified_flow_is_said_beside_it(
+    tmp_path: Path, quiet: list[live.EstimateRequest]
+) -> None:
+    images(tmp_path / "pics")
+    client = open_pages(tmp_path)
+    values = change(client, Form(client.get("/start").text).values, card="RTX3070", data__path="pics")[1]
+    text, values = change(client, values, pick=SDXL_NAME)
+    values.pop("pick")
+    assert values["objective.name"] == "ddpm" and text.count('id="i-objective-name"') == 1
+    beside = text.partition('id="another"')[2].partition("</details>")[0]
+    assert "The base was trained by" in beside and '<option value="flow">rectified flow</option>' in beside
+    text, values = change(client, values, objective__name="flow")
+    assert (values["objective.name"], values["objective.shift"]) == ("flow", "2.5")
+    assert "objective.min_snr_gamma" not in quiet[-1].data and "to fix before" not in text
+    assert quiet[-1].data["objective"]["name"] == "flow"
+
+
 def test_what_is_to_be_learned_and_its_class_are_said_in_two_fields(
     tmp_path: Path, quiet: list[live.EstimateRequest]
 ) -> None:
@@ -486,6 +503,20 @@ def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.Estima
     assert client.post("/start/change", data={**values, "base": "shipped:../x"}, headers=HX).status_code == 422
     for state in ("", "[]", '{"shown": 1}', '{"mine": {"a": 1}}', "[" * 5000):
         assert client.post("/start/change", data={**values, "state": state}, headers=HX).status_code == 400
+
+
+def test_the_page_lists_the_configurations_to_choose_from_and_keeps_another_that_an_address_names(
+    tmp_path: Path, quiet: list[live.EstimateRequest]
+) -> None:
+    def offered(address: str) -> dict[str, bool]:
+        options = re.findall(r'<option value="shipped:(\w+)"( selected)?>', open_pages(tmp_path).get(address).text)
+        return {name: bool(selected) for name, selected in options}
+
+    assert offered("/start") == dict.fromkeys(shipped_names(), False)
+    rarer = "sd3_medium_lora_r16_int8"
+    assert rarer not in shipped_names() and offered(f"/start?base=shipped:{rarer}")[rarer]
+    listed = offered("/start?base=shipped:sd15_lora")
+    assert len(listed) == len(shipped_names()) and [name for name in listed if listed[name]] == ["sd15_lora"]
 
 
 def test_no_file_outside_of_the_roots_is_read_or_named(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,12 +149,14 @@ def meminfo(total: int, free: int, **more: str) -> dict[str, Any]:
 
 
 WSL = ("Linux", "5.15-microsoft-standard-WSL2")
+WSL_1 = ("Linux", "4.4.0-19041-Microsoft")
 WRONG = {
     "old Python": (checks.python, {"python": (3, 10, 1)}, PROBLEM, "3.11 or newer"),
     "Windows": (checks.system, {"system": ("Windows", "11")}, WARNING, "WSL 2"),
     "neither Linux nor Windows": (checks.system, {"system": ("Darwin", "25")}, PROBLEM, "Rent a machine"),
     "memory without /proc": (checks.memory, {"files": {}}, WARNING, "unknown"),
     "WSL": (checks.system, {"system": WSL}, WARNING, "pinned memory"),
+    "WSL 1": (checks.system, {"system": WSL_1}, PROBLEM, "cannot use the graphics card Convert it to WSL 2"),
     "little memory": (checks.memory, meminfo(8, 1), WARNING, "8.0 GiB"),
     "little memory in WSL": (checks.memory, meminfo(8, 1) | {"system": WSL}, WARNING, "memory=24GB under .wsl2."),
     "a disk of Windows": (
@@ -416,7 +419,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield hub
 
 
-def test_login_and_licence(hub: fake_hub.FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_login_and_licence(
+    hub: fake_hub.FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pipeline: Path
+) -> None:
     assert "no token" in levels(hub_checks.login, machine())[WARNING]
     assert "may download" in levels(hub_checks.licence, machine())[OK]
     hub.failure = Failure(401, "GatedRepo", on="resolve")
@@ -428,9 +433,12 @@ def test_login_and_licence(hub: fake_hub.FakeHub, monkeypatch: pytest.MonkeyPatc
     assert "has not accepted its licence" in refused and fake_hub.TOKEN not in refused
     hub.failure = Failure("close", on="resolve")
     assert "unknown" in levels(hub_checks.licence, machine())[WARNING]
-    kept = tmp_path / "hf" / f"models--{hub.name.replace('/', '--')}" / "snapshots" / "main" / hub_account.FILE
-    kept.parent.mkdir(parents=True)
-    kept.write_text("{}")
+    kept = tmp_path / "hf" / f"models--{hub.name.replace('/', '--')}" / "snapshots" / "main"
+    shutil.copytree(tiny_pipeline, kept)
+    (weights,) = (kept / "vae").glob("*.safetensors")
+    weights.rename(tmp_path / "vae")
+    assert "unknown" in levels(hub_checks.licence, machine())[WARNING], "it is not whole"
+    (tmp_path / "vae").rename(weights)
     assert "hub cache" in levels(hub_checks.licence, machine())[OK]
 
 

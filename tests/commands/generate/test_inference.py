@@ -402,5 +402,5 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(mon
 def test_the_help_of_no_t5_names_the_families_that_can_do_without_it(capsys: pytest.CaptureFixture[str]) -> None:
     titles = [family.words.title for family in FAMILIES if "model.t5=false" in family.text.optional.values()]
     with pytest.raises(SystemExit):
-        parse(["generate", "--help"])
+        parse(["generate", "--help-all"])
     assert f"only {' and '.join(titles)} has one" in " ".join(capsys.readouterr().out.split())

@@ -14,7 +14,7 @@ from slow_cases import drawn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.tiny_models import tiny_sd3
-from simpletune.config.load import validate
+from simpletune.config.load import shipped_files, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import fake, fake_results
 from simpletune.engine.memory.fake import fake_tensors
@@ -25,7 +25,7 @@ from simpletune.estimate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import simulate_parts
 from simpletune.system.options import ConfigError, Json, UserError
 
-CONFIGS = sorted(path.name for path in Path("configs").glob("*.json") if path.name != "schema.json")
+CONFIGS = [*shipped_files()]
 LEVERS = (
     {}, {"checkpointing": "none"}, {"checkpointing": 2}, {"checkpointing": "all", "offload_checkpoint_inputs": True},
     {"resident_blocks": 1}, {"modulation": "plan", "modulation_window": 3}, {"crop_positions": False},
@@ -116,7 +116,7 @@ def test_a_random_run_counts_as_the_whole(
 @pytest.mark.parametrize("name", drawn(CONFIGS, 8))
 def test_every_shipped_configuration_counts_as_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        config = read_for_estimate(Path("configs") / name, ["precision.compute=bf16"])
+        config = read_for_estimate(Path(name), ["precision.compute=bf16"])
     except UserError as error:
         pytest.skip(str(error))
     if config.memory.checkpointing == "auto":

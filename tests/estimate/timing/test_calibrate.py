@@ -1,4 +1,4 @@
-"""``simpletune calibrate``: what is timed is what predictions count, how a watch times it, and what is written."""
+"""``simpletune doctor --calibrate``: it times what predictions count; how a watch times it, what is written."""
 
 from __future__ import annotations
 

@@ -401,13 +401,13 @@ def test_a_calibration_is_found_by_the_cards_name(tmp_path: Path) -> None:
     assert all("not calibrated" in speeds_of(find_card(name), tmp_path)[2] for name in ("T4", "L40S"))
     assert "no figures are known for this card" in speeds_of(find_card("11GiB"), tmp_path)[2]
     constants_file(tmp_path, "NVIDIA L4", 1, "cuda").write_text("{}")
-    with pytest.raises(UserError, match="simpletune calibrate"):
+    with pytest.raises(UserError, match="simpletune doctor --calibrate"):
         speeds_of(L4, tmp_path)
 
 
 def test_a_calibration_without_a_kind_says_so() -> None:
     speeds = CalibratedSpeeds(constants())
-    with pytest.raises(UserError, match=r"NVIDIA L4 lacks convolution\.bf16. Run simpletune calibrate again"):
+    with pytest.raises(UserError, match=r"NVIDIA L4 lacks convolution\.bf16. Run simpletune doctor --calibrate again"):
         speeds.seconds("convolution", "bf16", (64, 64, 64))
     assert speeds.seconds("norm", "bf16", (1000,)) == pytest.approx(1e-9)  # as bytes moved
     with pytest.raises(UserError, match=r"lacks norm\.fp32"):
@@ -446,7 +446,7 @@ def test_calibration_leaves_out_what_takes_too_long() -> None:
 def test_calibrate_needs_the_device(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is here")
-    assert main(["calibrate", "--device", "cuda", "--out", str(tmp_path / "c.json")]) == 2
+    assert main(["doctor", "--calibrate", "--device", "cuda", "--out", str(tmp_path / "c.json")]) == 2
     assert "Use --device cpu" in capsys.readouterr().err
 
 

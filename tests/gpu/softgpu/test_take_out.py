@@ -1,4 +1,4 @@
-"""Calls that order the device's work: found in the source, taken out one at a time, all in without-a-gpu.md."""
+"""Calls that order the device's work: found in the source, taken out one at a time, all in README.md beside this."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_one_call_is_missing_in_the_context_and_there_again_after_it(number: int
 
 
 def test_every_call_of_the_package_is_in_the_page_and_can_be_taken_out() -> None:
-    page = (ROOT / "docs" / "explanation" / "without-a-gpu.md").read_text()
+    page = Path(__file__).with_name("README.md").read_text()
     calls = ordering_calls()
     assert len(calls) > 20
 

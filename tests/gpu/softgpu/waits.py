@@ -2,7 +2,7 @@
 
     PYTHONPATH=. tests/gpu/softgpu/run python tests/gpu/softgpu/waits.py [--seeds 20] [--out waits.json]
 
-Prints the table of docs/explanation/without-a-gpu.md. Each call is tried in the runs with all levers that reach it; a
+Prints the table of tests/gpu/softgpu/README.md. Each call is tried in the runs with all levers that reach it; a
 seed notices if losses, weights or optimizer states differ in any bit, or the run fails. Results are written to the file
 one by one, and calls that it already has are not tried again.
 """

@@ -87,7 +87,7 @@ def test_every_profile_applies(profile: str, method: str) -> None:
          r"model.pretrained: .* is a model of SD3. Set model.family to sd3"),
         ({"model": {"pretrained": "stable-diffusion-v1-5/stable-diffusion-v1-5"}},
          r"model.pretrained: .* is a model of SD 1.5/2. Set model.family to sd15"),
-        ({"objective": {"name": "flow"}}, r"objective.name: flow, but SD 1.5/2 models are trained with ddpm"),
+        ({"objective": {"name": "flow", "offset_noise": 0.1}}, r"offset_noise: .* Only objective.name ddpm has it$"),
         ({"data": {"path": "demo:pictures", "resolution": 32}}, r"data.resolution: 32 is not a multiple of 64"),
     ],
 )  # fmt: skip

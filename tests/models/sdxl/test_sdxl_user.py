@@ -72,7 +72,7 @@ def test_the_family_decides_guidance_resolution_and_objective() -> None:
          r"model.pretrained: .* is a model of SD 1.5/2. Set model.family to sd15, or name an SDXL model"),
         ({"model": {"pretrained": "stabilityai/stable-diffusion-xl-base-1.0"}},
          r"model.pretrained: .* is a model of SDXL. Set model.family to sdxl, or name an SD3 model"),
-        ({"objective": {"name": "flow"}}, r"objective.name: flow, but SDXL models are trained with ddpm"),
+        ({"objective": {"name": "flow", "min_snr_gamma": 5}}, r"min_snr_gamma: .* Only objective.name ddpm has it$"),
         ({"data": {"path": "demo:pictures", "resolution": 1008}}, r"data.resolution: 1008 is not a multiple of 64, "
          r"which SDXL needs. Use 960 or 1024"),
         ({"data": {"path": "demo:pictures", "resolution": 1000}}, r"data.resolution: 1000 is not a multiple of 64, "

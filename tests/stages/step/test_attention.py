@@ -86,7 +86,7 @@ def test_every_shape_is_tried_before_anything_is_encoded(tiny_config: dict, monk
         run_with(tiny_config, validation={"prompts": ["a dot"], "width": 48}, speed={"attention": "flash"})
 
 
-SD3 = Path("configs/sd3_medium_lora_r16_int8.json")
+SD3 = Path("configs/more/sd3_medium_lora_r16_int8.json")
 
 
 def test_the_shapes_of_a_run() -> None:

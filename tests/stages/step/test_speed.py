@@ -164,7 +164,7 @@ def test_the_kernel_of_attention_is_found_out_said_or_refused(
     assert choose_kernel("auto", shape, CPU, torch.bfloat16) == "flash"
     with pytest.raises(UserError, match="speed.attention: cudnn cannot compute 2 heads of 20 x 64 .*Use auto or math"):
         choose_kernel("cudnn", shape, CPU, torch.float32)
-    config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), ["data.path=demo:pictures"])
+    config, _ = read_config(Path("configs/more/sd3_medium_lora_r16_int8.json"), ["data.path=demo:pictures"])
     assert config.precision.product_dtype() == torch.bfloat16
     with verbose():
         assert settle_attention(config, [(256, 256)], CPU) == "flash"

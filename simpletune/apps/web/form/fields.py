@@ -45,6 +45,7 @@ TITLES = {
     "data.resolution": "Resolution, px",
     "adapter.method": "Method",
     "model.pretrained": "Base: Hub name, folder or file",
+    "objective.name": "The base was trained by",
     "optimizer.lr": "Learning rate",
     "ema": "EMA",
     "lora_plus_ratio": "LoRA+ ratio",

@@ -10,7 +10,7 @@ from simpletune.apps.web.form.fields import StartingConfig, get_at, set_at
 from simpletune.commands.init.answers import Answers, What
 from simpletune.commands.init.choices import Suggestion, profile_of, suggest, templates_for
 from simpletune.commands.init.inspect_folder import FolderContents
-from simpletune.config.load import read_json, shipped_names
+from simpletune.config.load import read_json, shipped_files
 from simpletune.config.overrides import as_overrides
 from simpletune.config.schema import run_name
 from simpletune.data.demo import TINY_SD3
@@ -129,7 +129,7 @@ def shipped_config(
     what: What | None = None,
 ) -> StartingConfig:
     """Return a shipped configuration for the user's pictures. Raises UserError if there is none with this name."""
-    if name not in shipped_names():
+    if name not in shipped_files():
         raise UserError(f"There is no shipped configuration {name[:80]!r}. Choose one from the list")
     data = read_json(Path(name))
     data.pop("$schema", None)

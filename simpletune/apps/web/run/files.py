@@ -52,7 +52,7 @@ class ResultFile:
 
     @property
     def converts_to(self) -> str | None:
-        """The format of ``export`` that it takes; None: the run's file is what is wanted."""
+        """The format of ``lora export`` that it takes; None: the run's file is what is wanted."""
         if self.format == AS_WRITTEN or self.format == self.layout:
             return None
         if self.format != COMFYUI:
@@ -103,7 +103,7 @@ class ResultFile:
             remove(old)
         file.parent.mkdir(parents=True, exist_ok=True)
         weights = f"{self.run}@{self.step}" if self.step is not None else str(self.run)
-        words = ["export", weights, "--format", str(self.converts_to), "--out", str(file), "--overwrite"]
+        words = ["lora", "export", weights, "--format", str(self.converts_to), "--out", str(file), "--overwrite"]
         name = processes.job_name(f"file-{self._kind}", self.run.name)
         try:
             processes.start(self.roots, words, name, title=f"The conversion of {self.run.name}")
