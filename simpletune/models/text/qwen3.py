@@ -36,6 +36,11 @@ class Qwen3Encoder(TextEncoder):
         ways = [way for way in ("padded", "thinking") if getattr(self, way)]
         return "-".join(["", ".".join(map(str, self.taps)), *ways])
 
+    @property
+    def template(self) -> tuple[str, str]:
+        thoughts = "" if self.thinking else "<think>\n\n</think>\n\n"
+        return "<|im_start|>user\n", f"<|im_end|>\n<|im_start|>assistant\n{thoughts}"
+
     def width(self, config: ModelConfig) -> int:
         return len(self.taps) * int(config["hidden_size"])
 

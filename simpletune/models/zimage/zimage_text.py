@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from simpletune.models.text.encoder import TextEncoder
 from simpletune.models.text.family_text import FamilyText, HasFiles, TextRegion
 from simpletune.models.text.qwen3 import Qwen3Encoder
-from simpletune.models.zimage.zimage_files import padded
+from simpletune.models.zimage.zimage_files import MULTIPLE, padded
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ class ZImageText(FamilyText[ZImageOptions]):
 
     one_length: ClassVar[bool] = False
     masked: ClassVar[bool] = True
+    length_multiple: ClassVar[int | None] = MULTIPLE
 
     @property
     def encoders(self) -> Sequence[TextEncoder]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 
 from benchmarks.tiny_models import tiny_klein, tiny_zimage
+from simpletune.commands.inspect_data.prompt_cuts import Cutter, token_counts
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant.precision import FP32
@@ -218,3 +220,21 @@ def test_a_batch_of_one_padded_length_has_no_mask(read: TrainConfig) -> None:
     assert other.mask is not None and other.mask.sum(1).tolist() == [32, 64]
     blank = read.model.text.blank(torch.float32)
     assert replace(blank, extra={}).tensors().keys() == {"embeds"} and int(blank.extra["tokens"]) == 96
+
+
+def test_where_a_prompt_is_cut_is_found_without_transformers(zimage: Path, tmp_path: Path) -> None:
+    """With the template's tokens, by tokenizer.json alone, which published models have."""
+    folder = shutil.copytree(zimage, tmp_path / "pipeline")
+    given = {"name": "x", "model": {"family": "zimage", "pretrained": str(folder), "text_length": 32}}
+    config = validate(given | {"data": {"path": "x"}}, "x", needs_data=False)
+    (encoder,) = config.model.text.encoders
+    tokenizer = encoder.read_tokenizer(folder / "tokenizer")
+    prompts = ["", "a red dot", "a red dot of a longer name " * 3]
+    assert token_counts(config, prompts) is None  # the tiny one has two files instead
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    counts = encoder.counts(tokenizer, prompts)
+    assert token_counts(config, prompts) == counts and counts[0] > 8
+    none, also, (cut,) = Cutter(config).cuts(prompts)
+    assert not none and not also and (cut.encoder, cut.tokens, cut.limit) == ("Qwen3", counts[2], 32)
+    assert len(tokenizer(encoder.template[0] + prompts[2][: cut.place]).input_ids) == 32
+    assert [encoder.text(tokenizer, each) for each in prompts] == [each.join(encoder.template) for each in prompts]

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +14,23 @@ import torch
 from diffusers import ZImageTransformer2DModel
 from simulated import assert_same_bytes
 from tiny_runs import merged, resumed_from, run_with, saved_weights
+from torch import Tensor
 
 from benchmarks.tiny_models import tiny_zimage
+from simpletune.commands.inspect_data.scan import scan_dataset
 from simpletune.config.compute import compute_to_generate, settle_compute
 from simpletune.config.load import validate
+from simpletune.config.resolve import resolve_folders
+from simpletune.estimate.job_estimate import counts_of
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import encoder_snapshot, simulate_encoding, simulate_parts
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.flops import TrainedParameters
 from simpletune.models.zimage.zimage_option import ZImage
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.synthetic import CPU
+from simpletune.stages.plan_data import plan_data
+from simpletune.stages.step.attention import attention_calls
+from simpletune.stages.step.synthetic import CPU, SyntheticBatches
 from simpletune.system.options import ConfigError, UserError
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -77,6 +85,41 @@ def test_levers_leave_its_losses(memory: dict[str, Any], zimage_config: dict[str
         return [row["loss"] for row in read_metrics(run)]
 
     assert losses(**memory) == pytest.approx(losses(checkpointing="all"), rel=1e-5)
+
+
+def test_batches_of_unequal_captions_need_no_mask(
+    zimage_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is predicted, shown and counted knows it; variants of other lengths take the mask."""
+    seen: list[Conditioning] = []
+
+    def recorded(self: ZImage, model: object, z_t: Tensor, time: Tensor, text: Conditioning, dtype: object) -> Tensor:
+        seen.append(text)
+        return predict(self, model, z_t, time, text, dtype)  # type: ignore[arg-type]
+
+    predict = ZImage.predict
+    monkeypatch.setattr(ZImage, "predict", recorded)
+    folder = shutil.copytree(zimage_config["data"]["path"], tmp_path / "pictures")
+    for number, file in enumerate(sorted(folder.glob("*.txt"))):
+        file.write_text("a dot " * (1 + number % 3 * 8))
+    more = {"data": {"path": str(folder), "caption_dropout": 0.3}, "train": {"batch_size": 2, "steps": 12}}
+    data = merged(zimage_config, **more)
+    summary = json.loads((run_with(data) / "summary.json").read_text())
+    trained = [text for text in seen if len(text.embeds) == 2]
+    assert len(trained) == 12 and len({text.embeds.shape[1] for text in trained}) >= 2
+    assert all(text.mask is None for text in trained)
+
+    read = validate(data, "lengths")
+    plan, counts = plan_data(resolve_folders(read)).plan, counts_of(read)
+    assert counts is not None
+    told = {plan.steps_per_epoch, counts.steps, scan_dataset(read, 0).steps, summary["steps_per_epoch"]}
+    assert told == {3}
+    varied = validate(merged(data, data={"variants": 2}), "varied")
+    for config, masked in ((read, False), (varied, True)):
+        assert {call.masked for call in attention_calls(config, [(64, 64)]) if call.trained} == {masked}
+        core = SimpleNamespace(modulation=None, process=None)
+        made = SyntheticBatches(config, core, (64, 64)).batch()  # type: ignore[arg-type]
+        assert (made.conditioning.mask is not None) is masked
 
 
 KEPT: dict[str, Any] = {"checkpointing": "all"}
