@@ -64,6 +64,12 @@ class ModelOption(Option):
         return self.words.few_steps_of(self.files.weights_from)
 
     @property
+    def known_assistants(self) -> LoraNames:
+        """The entries of ``loras`` under which a base that draws in few steps is trained, if one is published."""
+        few = self.few_steps
+        return [f"{ONLY_TRAINING}{few.assistant}"] if few is not None and few.assistant is not None else []
+
+    @property
     def assistants(self) -> LoraNames:
         """The entries of ``loras`` that are used only while training."""
         return [name for name in self.loras if name.startswith(ONLY_TRAINING)]

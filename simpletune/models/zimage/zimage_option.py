@@ -17,10 +17,10 @@ from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Latents
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_files import FamilyFiles, LoraNames
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.shared.words import DiffusersPipeline, FewSteps, PublicBase, Words
+from simpletune.models.shared.words import DiffusersPipeline, FewSteps, PublicBase, Words, by_card
 from simpletune.models.text.family_text import FamilyText
 from simpletune.models.zimage.zimage_architecture import ZImageArchitecture
-from simpletune.models.zimage.zimage_files import BASE, HUB_NAMES, IS_TURBO, ZImageFiles
+from simpletune.models.zimage.zimage_files import BASE, HUB_NAMES, IS_TURBO, TURBO, ZImageFiles
 from simpletune.models.zimage.zimage_lora import LAYOUTS
 from simpletune.models.zimage.zimage_text import TOKENS, ZImageText
 
@@ -79,18 +79,20 @@ class ZImage(Family):
         no_hypernetwork=(
             "in Z-Image one attention reads prompt and picture together, by the same layers. Use adapter.method lora"
         ),
+        templates=by_card("zimage_lora_{card}"),
         licence=lambda hub_name: {"license": "apache-2.0"} if hub_name in HUB_NAMES else None,
-        bases=(
+        bases=tuple(
             PublicBase(
-                BASE,
-                "Z-Image",
+                name,
+                title,
                 6.2,
                 (7.5, 11.5, 0.2),
                 "Apache-2.0",
                 "yes",
                 "without rules of use",
                 measured=False,
-            ),
+            )
+            for name, title in ((BASE, "Z-Image"), (TURBO, "Z-Image-Turbo, in 8 steps"))
         ),
     )
 
