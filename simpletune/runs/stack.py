@@ -17,7 +17,7 @@ from simpletune.runs.model_card import public_name
 from simpletune.runs.weights_names import find_lora
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
-from simpletune.system.hub import is_hub_name
+from simpletune.system.hub import hub_file, is_hub_name
 from simpletune.system.options import Json, UserError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def require_lora_families(config: TrainConfig) -> None:
     named = [*(("model.loras", text) for text in config.model.loras), *([("adapter.start", start)] if start else [])]
     for option, text in named:
         name = text.removeprefix(ONLY_TRAINING)
-        if is_hub_name(name) or is_hub_name(name.rpartition(":")[0]):  # with a strength
+        if any(is_hub_name(each) or hub_file(each) for each in (name, name.rpartition(":")[0])):  # with a strength
             continue
         try:
             given = given_lora(option, text)

@@ -56,6 +56,7 @@ from simpletune.commands.importers.translation import (
 )
 from simpletune.config.schema import run_name
 from simpletune.models.lora_registry import NUMBERS
+from simpletune.models.shared.family_files import ONLY_TRAINING
 from simpletune.system.options import Json, UserError
 from simpletune.system.regular_files import read_regular
 
@@ -269,7 +270,9 @@ def _stack(found: Translation) -> None:
     else:
         each = zip_longest(files, scales[: len(files)], fillvalue=1)
         loras = [file if scale == 1 else f"{file}:{scale:g}" for file, scale in each]
-        found.take("base_weights", "model.loras", loras)
+        loras = [f"{ONLY_TRAINING}{name}" if "training_adapter" in name else name for name in loras]
+        why = "an assistant is used only while training" if loras != files and ONLY_TRAINING in "".join(loras) else ""
+        found.take("base_weights", "model.loras", loras, why)
         if scales:
             found.keep("base_weights_multiplier", "see base_weights")
 

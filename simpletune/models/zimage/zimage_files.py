@@ -25,7 +25,7 @@ BASE = "Tongyi-MAI/Z-Image"
 TURBO = "Tongyi-MAI/Z-Image-Turbo"
 HUB_NAMES: Mapping[str, str] = {BASE: "base", TURBO: "turbo"}
 """Version of each Hub name whose configurations ship; they differ in the shift of the scheduler."""
-TURBO_SHIFT = 3.0  # base: 6.0
+SHIFT, TURBO_SHIFT = 6.0, 3.0  # of the schedulers of base and Turbo
 IS_TURBO = r"(?i)(?<!de)(?<!de[-_. ])turbo"
 """Occurs in the names of Turbo's files, whose tensors are those of the base, and of no de-distilled model's."""
 REMEDY = f"Use {BASE}"

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
     from simpletune.models.shared.conditioning import Conditioning
 
+ASSISTANT = "ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"
+"""A LoRA that Turbo is trained under; the same repository has an older one."""
+
 
 class ZImage(Family):
     """Z-Image, from a folder in diffusers' layout, a single file or the Hub."""
@@ -45,9 +48,10 @@ class ZImage(Family):
     """Start from the pretrained transformer, or from random weights (training from scratch; reads only its config)."""
     loras: LoraNames = []
     """LoRAs to train on top of, merged into the transformer before it is quantised: each a file in any layout, a run,
-    RUN@STEP or a hub name, with a strength as in style.safetensors:0.8. Same weights as those of simpletune lora merge;
-    the result holds only what is trained. Takes no device memory. One that begins with training: is used only while
-    training, such as the assistant of a model that draws in few steps: pictures are drawn without it."""
+    RUN@STEP or a hub name (owner/name, or owner/name/FILE), with a strength as in style.safetensors:0.8. Same weights
+    as those of simpletune lora merge; the result holds only what is trained. Takes no device memory. One that begins
+    with training: is used only while training, such as the assistant of a model that draws in few steps: pictures are
+    drawn without it."""
     transformer: str | None = None
     """Replaces the transformer: its folder or single file, or the folder or Hub name of a pipeline."""
     vae: str | None = None
@@ -74,7 +78,7 @@ class ZImage(Family):
         resolution=1024,
         guidance=5.0,
         steps=50,
-        few_steps=(FewSteps(IS_TURBO, "Z-Image-Turbo", 8, assistant="ostris/zimage_turbo_training_adapter"),),
+        few_steps=(FewSteps(IS_TURBO, "Z-Image-Turbo", 8, assistant=ASSISTANT),),
         published_as=r"(?i)z[-_. ]?image",
         no_hypernetwork=(
             "in Z-Image one attention reads prompt and picture together, by the same layers. Use adapter.method lora"
