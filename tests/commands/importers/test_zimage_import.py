@@ -91,8 +91,9 @@ def test_onetrainer(tmp_path: Path) -> None:
     whole = {
         "base_model_name": BASE, "model_type": "Z_IMAGE", "learning_rate": 3e-4, "training_method": "LORA",
         "peft_type": "LORA", "lora_rank": 16, "lora_alpha": 1.0, "layer_filter_preset": "attn-mlp",
-        "layer_filter": "^(?=.*attention)(?!.*refiner).*,^(?=.*feed_forward)(?!.*refiner).*", "layer_filter_regex": True,
-        "train_dtype": "BFLOAT_16", "timestep_distribution": "LOGIT_NORMAL", "text_encoder_sequence_length": 256,
+        "layer_filter": "^(?=.*attention)(?!.*refiner).*,^(?=.*feed_forward)(?!.*refiner).*",
+        "layer_filter_regex": True, "train_dtype": "BFLOAT_16", "timestep_distribution": "LOGIT_NORMAL",
+        "text_encoder_sequence_length": 256,
         "transformer": {"weight_dtype": "INT_W8A8", "model_name": "https://huggingface.co/a/b/blob/main/c.safetensors"},
     }  # fmt: skip
     file = peer_configs.write(tmp_path, config___json=whole, data___json=[{"path": "pics"}])
