@@ -70,12 +70,13 @@ SD3: Json = {
 SD15: Json = SD3 | {"model": {"family": "sd15", "pretrained": f"{INPUTS}/sd15"}, "data": DATA | {"resolution": 64}}
 SD2: Json = SD15 | {"model": {"family": "sd15", "pretrained": f"{INPUTS}/sd2"}}
 SDXL: Json = SD15 | {"model": {"family": "sdxl", "pretrained": f"{INPUTS}/sdxl"}}
+KLEIN: Json = SD15 | {"model": {"family": "klein", "pretrained": f"{INPUTS}/klein", "text_length": 64}}
 
 
 def rows() -> dict[str, Row]:
     """Every row by its name."""
     found: dict[str, Row] = {}
-    for group in (_adapters, _text, _precisions, _optimizers, _objectives, _unets, _levers, _data, _runs):
+    for group in (_adapters, _text, _precisions, _optimizers, _objectives, _unets, _klein, _levers, _data, _runs):
         for name, row in group():
             assert name not in found, name
             found[name] = row
@@ -218,6 +219,18 @@ def _unets() -> Named:
     yield "sd15, flow", Row("rectified flow", SD15 | {"objective": {"name": "flow"}, "model": padded})
     xl: Json = SDXL | {"precision": INT8, "memory": offloaded | {"feed_forward": "alone"}}
     yield "sdxl, int8, offloaded", Row("SDXL, single transformer blocks in host memory", xl, draws=True)
+
+
+def _klein() -> Named:
+    yield "klein, LoRA", Row("FLUX.2 klein", KLEIN, draws=True)
+    distilled: Json = {"family": "klein", "pretrained": f"{INPUTS}/klein", "text_length": 64, "distilled": True}
+    lean = {"modulation": "plan", "checkpointing": "all", "resident_blocks": 1}
+    yield "klein, int8", Row("FLUX.2 klein", KLEIN | {"model": distilled, "precision": INT8, "memory": lean})
+    started: Json = {"family": "klein", "pretrained": f"{INPUTS}/klein", "text_length": 64, "init": "random"}
+    yield (
+        "klein, full",
+        Row("FLUX.2 klein from scratch", KLEIN | {"model": started, "adapter": FULL, "optimizer": SLOW}),
+    )
 
 
 def _levers() -> Named:

@@ -19,7 +19,7 @@ import stream_data
 import tiny_unets
 from PIL import Image, ImageDraw, ImageOps
 
-from benchmarks.tiny_models import tiny_sd3
+from benchmarks.tiny_models import tiny_klein, tiny_sd3
 
 
 def write(folder: Path) -> None:
@@ -31,6 +31,7 @@ def write(folder: Path) -> None:
         tiny_unets.build_pipeline(folder / version, version, seed=1)
     for version in ("sd15", "sdxl"):
         tiny_unets.build_pipeline(folder / f"{version}_other", version, seed=2)
+    tiny_klein.build(folder / "klein_other", seed=2)
     _folders(folder)
     _tables(folder)
     hole = Image.new("L", (64, 64), 0)
