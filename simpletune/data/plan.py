@@ -110,7 +110,7 @@ class Plan:
 
     def _group_by_length(self) -> Mapping[tuple[int, ...], Sequence[int]]:
         if self.tokens is None:
-            return dict(self.buckets)
+            return {(*size,): members for size, members in self.buckets.items()}
         found: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for size, members in self.buckets.items():
             for index in members:

@@ -269,9 +269,9 @@ def _stack(found: Translation) -> None:
         found.unused("there are no base_weights", "base_weights_multiplier")
     else:
         each = zip_longest(files, scales[: len(files)], fillvalue=1)
-        loras = [file if scale == 1 else f"{file}:{scale:g}" for file, scale in each]
-        loras = [f"{ONLY_TRAINING}{name}" if "training_adapter" in name else name for name in loras]
-        why = "an assistant is used only while training" if loras != files and ONLY_TRAINING in "".join(loras) else ""
+        named = [str(file) if scale == 1 else f"{file}:{scale:g}" for file, scale in each]
+        loras = [f"{ONLY_TRAINING}{name}" if "training_adapter" in name else name for name in named]
+        why = "an assistant is used only while training" if loras != named else ""
         found.take("base_weights", "model.loras", loras, why)
         if scales:
             found.keep("base_weights_multiplier", "see base_weights")
