@@ -220,7 +220,7 @@ GROUPS: list[Group] = [
         "vae": Row(f"{INPUTS}/zimage_other", "loss"),
         "text_encoders": Row(f"{INPUTS}/zimage_other", "loss"),
         "text_length": Row(32, "loss"),
-        "turbo": Row(True, "Decides how pictures are drawn, where nothing else does: tests/models/zimage/test_zimage_files.py."),
+        "turbo": Row(True, "Decides how pictures are drawn by default: tests/models/zimage/test_zimage_files.py."),
     }),
     Group("Source", "data", SD3, FOLDER),
     Group("Source", "data", SD15, {
