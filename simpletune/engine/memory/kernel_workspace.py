@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from simpletune.engine.kernels import adaln, rms_norm  # noqa: F401 define their operators
+from simpletune.engine.kernels import adaln, rms_norm, swiglu  # noqa: F401 define their operators
 from simpletune.engine.kernels.sizes import partial_bytes, rows_of
 from simpletune.engine.memory.accounting import Temporaries
 
