@@ -91,7 +91,9 @@ class ConceptPlan(Plan):
         rows = np.arange(len(self.samples)).reshape(-1, self.batch_size)
         return rows[stream(self.seed, "pass-order", number).permutation(len(rows))]
 
-    def _draw(self, sample: Sample, epoch: int, key: tuple[int, int, int]) -> PlannedSample:
+    def _draw(
+        self, sample: Sample, epoch: int, key: tuple[int, int, int], together: int | None = None
+    ) -> PlannedSample:
         canvas = Canvas(sample.image, sample.bucket, (0.5, 0.5), False)
         # The level is that of the solver's step at which the drawing stops; the solver knows it.
         return PlannedSample(canvas, sample.image.caption, nan, ("drawing-noise", *key))
