@@ -9,14 +9,7 @@ from pathlib import Path
 
 from simpletune.apps.web.form.fields import StartingConfig, get_at, set_at
 from simpletune.commands.init.answers import Answers, What
-from simpletune.commands.init.choices import (
-    UNDER,
-    Suggestion,
-    profile_of,
-    suggest,
-    suggest_slider,
-    templates_for,
-)
+from simpletune.commands.init.choices import UNDER, Suggestion, profile_of, suggest, suggest_slider, templates_for
 from simpletune.commands.init.inspect_folder import FolderContents
 from simpletune.config.load import read_json, shipped_files
 from simpletune.config.overrides import as_overrides
