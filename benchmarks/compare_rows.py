@@ -86,6 +86,7 @@ def rows() -> dict[str, Row]:
         _unets,
         _klein,
         _zimage,
+        _concepts,
         _levers,
         _data,
         _runs,
@@ -254,6 +255,13 @@ def _zimage() -> Named:
     started: Json = {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64, "init": "random"}
     started["turbo"] = False
     yield "zimage, full", Row("Z-Image from scratch", ZIMAGE | {"model": started, "adapter": FULL, "optimizer": SLOW})
+
+
+def _concepts() -> Named:
+    direction = {"target": "a circle", "positive": "a large circle", "negative": "a small circle"}
+    concept: Json = {"directions": [direction], "resolutions": [32], "drawing_steps": 3}
+    without: Json = {name: section for name, section in SD3.items() if name != "data"}
+    yield "concept", Row("a slider from prompts alone", without | {"concept": concept}, draws=True)
 
 
 def _levers() -> Named:
