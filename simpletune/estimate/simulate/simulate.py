@@ -6,7 +6,7 @@ No lever, adapter, precision or optimizer is modelled here: their own code runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from simpletune.engine.denoiser import Denoiser
 from simpletune.engine.graphs import MOST, NODE_BYTES, Graphs, Pass
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.cuda_libraries import cublas_workspace, most_multiprocessors
+from simpletune.engine.memory.cuda_libraries import Workspaces, cublas_workspaces, most_multiprocessors
 from simpletune.engine.memory.fake import Fake, autocast_like_cuda, fake_tensors
 from simpletune.engine.memory.kernel_workspace import cuda_layouts, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
@@ -76,7 +76,9 @@ def simulate(
     started = time.perf_counter()
     with fake_tensors(), pause_collection():
         report = train(config, size, capability, recorder or Recorder(cuda=True)).report
-    extra = 0 if capability is None else cublas_workspace(capability, deterministic=config.speed.deterministic)
+    extra = Workspaces(0, 0)
+    if capability is not None:
+        extra = cublas_workspaces(capability, deterministic=config.speed.deterministic)
     return replace(
         report,
         peak=with_workspace(report.peak, extra),
@@ -183,7 +185,7 @@ def take_steps(
         hook.remove()
     accounting.limit = None
     state_values = [value for state in core.optimizer.state.values() for value in state.values()]
-    sections = recorder.sections if recorder else ()
+    sections = _of_average_step(recorder.sections, batches.frequencies()) if recorder else ()
     report = StepReport(
         peak=accounting.peak if replayed is None else replayed.peak(sections, kinds_of_passes(config)),
         phases=accounting.peaks,
@@ -210,7 +212,7 @@ def is_replayed(config: TrainConfig) -> bool:
 
 def kinds_of_passes(config: TrainConfig) -> int:
     """Return how many kinds of passes to expect at a time: by size, if pictures keep their aspect ratios."""
-    return MOST if any(source.aspect == "buckets" for source in config.data.members) else 1
+    return MOST if any(source.aspect == "buckets" for source in config.pictures.members) else 1
 
 
 class ReplayedPasses(Graphs):
@@ -247,6 +249,13 @@ class ReplayedPasses(Graphs):
         inputs = sum(tensor.nbytes for tensor in self.static)
         nodes = sum(part.share * sum(part.work.values()) for part in sections if part.phase not in rest)
         return with_workspace(within, max(0, outside) + (kinds - 1) * inputs + kinds * round(nodes) * NODE_BYTES)
+
+
+def _of_average_step(sections: Sequence[StreamWork], frequencies: Mapping[str, float]) -> Sequence[StreamWork]:
+    """Count the sections of a phase as often as an average step has them."""
+    if not frequencies:
+        return sections
+    return [replace(each, share=each.share * frequencies.get(each.phase, 1.0)) for each in sections]
 
 
 def assemble_step(accounting: Accounting, config: TrainConfig, denoiser: Denoiser) -> TrainStep:

@@ -45,6 +45,8 @@ def why_not(config: TrainConfig, device: torch.device, processes: int = 1) -> st
         return "memory.resident_blocks and memory.offload_checkpoint_inputs copy within a pass, which limits the step"
     if memory.optimizer_in_backward:
         return "memory.optimizer_in_backward updates within a pass, by numbers of the host"
+    if config.concept is not None:
+        return "a concept's passes draw pictures first, of a number of steps that differs"
     if config.precision.settled_compute == "fp16":
         return "products in fp16 change their loss scale, and no card that needs them is limited by its host"
     if config.text.trains:

@@ -8,6 +8,7 @@ a configuration asks for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from accelerate import Accelerator
@@ -31,6 +32,7 @@ from simpletune.stages.load import modulation_of
 from simpletune.stages.modulation_plan import DetachedModulation
 from simpletune.stages.step.attention import use_attention
 from simpletune.stages.step.batch_loader import Batch
+from simpletune.stages.step.concept import ConceptStep
 from simpletune.stages.step.exact_sums import ExactSums
 from simpletune.stages.step.fp16 import Fp16
 from simpletune.stages.step.variant import InBackward, PlainStep, Prior, Sharded, StepVariant, TrainedText
@@ -87,6 +89,8 @@ class TrainStep:
         """Replays the passes (``replay.graphs_of``); None: they run plainly."""
 
         # the state after a step
+        self.base_to_draw: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Returns a context in which the base is the one that pictures are drawn with."""
         self.average: Average | None = None
         """The average of the trained weights to generate, evaluate and export, which ``run`` updates."""
         self.lr = 0.0
@@ -154,24 +158,27 @@ class TrainStep:
         return loss, norm
 
     def compute(self, batch: Batch) -> Tensor:
-        """Run the forward and backward pass of one batch; returns its part of the step's loss."""
+        """Run the forward and backward passes of one batch; returns its part of the step's loss."""
         if batch.key is not None:
             reseed_global(*batch.key)
 
         def run(tensors: Sequence[Tensor]) -> Tensor:
-            return self._pass(batch.with_tensors(tensors))
+            return self._passes(batch.with_tensors(tensors))
 
         graphs = self.graphs
-        loss = self._pass(batch) if graphs is None else graphs.run(batch.kind(), batch.tensors(), run)
+        loss = self._passes(batch) if graphs is None else graphs.run(batch.kind(), batch.tensors(), run)
         self.losses.append(loss)
         return loss
 
-    def _pass(self, batch: Batch) -> Tensor:
-        with phase("forward"):
-            loss = self.loss(self.model, batch) / batch.parts
-        with phase("backward"), use_attention(self.config.speed.attention):  # it may recompute blocks
-            self.variant.backward(loss)
-        return loss.detach()
+    def _passes(self, batch: Batch) -> Tensor:
+        losses = []
+        for each in self.variant.passes(batch):
+            with phase("forward"):
+                loss = self.loss(self.model, each) / each.parts
+            with phase("backward"), use_attention(self.config.speed.attention):  # it may recompute blocks
+                self.variant.backward(loss)
+            losses.append(loss.detach())
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the loss of one micro-batch, fp32 []."""
@@ -223,6 +230,8 @@ def assemble(
         variant = TrainedText(variant, text, denoiser)
     if config.prior.predicts:
         variant = Prior(variant, plain)
+    if config.concept is not None:
+        variant = ConceptStep(variant, plain, denoiser, config.concept, modulation)
     return TrainStep(plain, variant, denoiser, modulation, fp16, text)
 
 
