@@ -248,7 +248,9 @@ class ReplayedPasses(Graphs):
         outside = max((peaks[name].bytes for name in rest if name in peaks), default=0) - self.accounting.current.bytes
         inputs = sum(tensor.nbytes for tensor in self.static)
         nodes = sum(part.share * sum(part.work.values()) for part in sections if part.phase not in rest)
-        return with_workspace(within, max(0, outside) + (kinds - 1) * inputs + kinds * round(nodes) * NODE_BYTES)
+        extra = max(0, outside) + (kinds - 1) * inputs + kinds * round(nodes) * NODE_BYTES
+        product = None if within.in_products is None else within.in_products + extra
+        return replace(with_workspace(within, Workspaces(extra, 0)), in_products=product)
 
 
 def _of_average_step(sections: Sequence[StreamWork], frequencies: Mapping[str, float]) -> Sequence[StreamWork]:
