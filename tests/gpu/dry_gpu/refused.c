@@ -29,7 +29,7 @@ RUNTIME
 
 /* What torch 2.14 or 2.15 imports and 2.13 does not. */
 #define NEWER_RUNTIME \
-    X(cudaDeviceGetGraphMemAttribute) X(cudaDeviceSetGraphMemAttribute) X(cudaGraphInstantiate) \
+    X(cudaDeviceGetGraphMemAttribute) X(cudaDeviceSetGraphMemAttribute) \
     X(cudaGraphRetainUserObject) X(cudaLibraryGetGlobal) X(cudaLibraryGetKernelCount) X(cudaLibraryGetManaged) \
     X(cudaLibraryGetUnifiedFunction) X(cudaLibraryLoadFromFile) X(cudaUserObjectCreate) X(cudaUserObjectRelease)
 NEWER_RUNTIME
