@@ -45,7 +45,7 @@ class Ours:
         from simpletune.stages.step.train_step import assemble
 
         config = memory.config_of(overrides_of(row, contender))
-        side = config.data.resolution
+        side = config.resolution
         model = empty_base(config.model, config.memory, config.precision, CUDA, [(side, side)])
         self.core = assemble(config, model, SingleProcess(CUDA))
         self._batches = SyntheticBatches(config, self.core, device=CUDA)
@@ -66,7 +66,7 @@ def theirs(config: TrainConfig, wide: bool) -> Step:
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig
 
-    family, side, batch = config.model, config.data.resolution, int(config.train.batch_size)
+    family, side, batch = config.model, config.resolution, int(config.train.batch_size)
     is_unet = family.family == "sd15"
     with CUDA:
         kind: Any = UNet2DConditionModel if is_unet else SD3Transformer2DModel
@@ -231,5 +231,6 @@ if __name__ == "__main__":
     torch.backends.cudnn.enabled = False
     operators = torch.library.Library("aten", "IMPL")
     stand_in(operators)
-    int8_products.find_failure = lambda *_: None  # whose trial compares values, which this card does not compute
+    # Its trial compares values, which this card does not compute.
+    int8_products.find_failure = lambda *_: None  # type: ignore[assignment]
     print(json.dumps(measure(Row(*map(tuple, json.loads(sys.argv[1]))))), flush=True)

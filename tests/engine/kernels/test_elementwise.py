@@ -235,7 +235,9 @@ def test_the_prediction_counts_what_the_kernels_move_and_hold() -> None:
     assert terms[ops.rms_norm_backward.default](heads, heads, weight, 1e-6, False) == 0
     halves = x.chunk(2, dim=-1)
     assert moved(ops.swiglu, *halves) == [KernelWork("add", "bf16", (whole + whole // 2,))]
-    assert moved(ops.swiglu_backward, halves[1], *halves, True) == [KernelWork("add", "bf16", (2 * whole + whole // 2,))]
+    assert moved(ops.swiglu_backward, halves[1], *halves, True) == [
+        KernelWork("add", "bf16", (2 * whole + whole // 2,))
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -279,7 +281,7 @@ WIDE = torch.linspace(-2, 2, 20 * 32).view(20, 32)
 NOISE = torch.zeros(20, 32, dtype=torch.int16)
 FALLBACKS: list[tuple[str, Any, str, tuple[Any, ...], str]] = [
     ("add_gated", adaln, "kernels.adaln_kernels.add_gated", (WIDE[None], WIDE[None], WIDE[:1]), "residuals by torch's"),
-    ("rms_norm", rms_norm, "kernels.rms_kernels.rms_norm", (WIDE, WIDE[0], 1e-6), "queries and keys by torch's"),
+    ("rms_norm", rms_norm, "kernels.rms_kernels.rms_norm", (WIDE, WIDE[0], 1e-6), "norms without means by torch's"),
     ("swiglu", swiglu, "kernels.swiglu_kernels.swiglu", (WIDE, WIDE + 1), "SwiGLU by torch's operators on cpu"),
     (
         "round_into", bf16_updates, "optim.bf16_kernels.round_into", (WIDE.bfloat16() * 0, WIDE, NOISE),
