@@ -8,7 +8,7 @@ SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 .DEFAULT_GOAL := help
 .PHONY: help setup quality style test durations flaky slow gpu dry host softgpu kernels pages coverage torture \
 	torture-together web screens pictures compare predictions shapes docs map mutants canary image tiny-sd3 \
-	tiny-sdxl tiny-sdxl-flow tiny-encoders clean
+	tiny-sdxl tiny-sdxl-flow tiny-klein tiny-encoders clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -131,6 +131,9 @@ tiny-sdxl: setup  ## train the UNet of the bundled tiny Stable Diffusion XL from
 
 tiny-sdxl-flow: setup  ## train the bundled tiny Stable Diffusion XL on by rectified flow, and a LoRA on the result; 17 min on one thread of a busy machine (4 min of it computing), resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sdxl_flow
+
+tiny-klein: setup  ## train the transformer of the bundled tiny FLUX.2 klein from scratch; 13 min of steps on one thread (29 November 2026), and their evaluations; resumable
+	$(PY) -m benchmarks.tiny_models.make_tiny_klein
 
 tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from scratch; 30 min on one thread of a busy machine
 	$(PY) -m benchmarks.tiny_models.train_tiny_encoders

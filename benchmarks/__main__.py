@@ -29,6 +29,7 @@ GRIDS: dict[str, Grid] = {
         ("rows", "card", "predict"),
     ),
     "host": Grid("processor seconds of a step on the host, by cause, beside diffusers and peft, on a simulated card"),
+    "h100": Grid("seconds of the steps measured on an H100, predicted again with the launches of its host"),
     "peaks": Grid(
         "peak memory that a peer measured, beside ours predicted and diffusers with peft on a simulated card"
     ),
@@ -72,7 +73,7 @@ GRIDS: dict[str, Grid] = {
 }
 """The grids by their modules' names."""
 RESULTS = Path("benchmarks/results")
-OUT = {"dry": RESULTS, "cards": Path("docs/reference")}  # dry: a folder per card
+OUT = {"dry": RESULTS, "cards": Path("docs/reference"), "h100": RESULTS / "gpu-h100"}  # dry: a folder per card
 
 
 def price(text: str) -> tuple[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -163,8 +164,10 @@ class Trainer:
                 traces.before_step(step)
                 with phase("data"):
                     batches = prefetcher.step(step)
+                fetched = time.perf_counter() - began.clock
                 loss, norm = core.run(step, self.steps, batches, self.guard.allows_update)
-                self.metrics.record_launch(step, began, loss, norm, self.interrupts.poll(), prefetcher.waited)
+                asked, waited = self.interrupts.poll(), prefetcher.waited
+                self.metrics.record_launch(step, began, loss, norm, asked, waited, batches, fetched)
                 traces.after_step()  # may write a trace, which does not count as the step's time
 
                 done, last = step + 1, step + 1 == self.steps

@@ -22,7 +22,7 @@ from simpletune.commands.inspect_data.text import format_limit
 from simpletune.config.load import read_json, shipped_names
 from simpletune.config.schema import DEMO, run_name
 from simpletune.data.clip_words import is_clip_word
-from simpletune.data.demo import MODELS, TINY_SD3, TINY_SDXL
+from simpletune.data.demo import MODELS, TINY_KLEIN, TINY_SD3, TINY_SDXL
 from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.masks import LABEL
 from simpletune.data.split import split_images
@@ -40,6 +40,7 @@ DEFAULT_PROFILE = "8gb"  # profile for an unknown card
 TINY: Mapping[str, Mapping[str, str]] = {
     TINY_SD3: {"subject": "demo_subject", "style": "demo", "general": "demo"},
     TINY_SDXL: {"subject": "demo_sdxl", "style": "demo_sdxl", "general": "demo_sdxl"},
+    TINY_KLEIN: {"subject": "demo_klein", "style": "demo_klein", "general": "demo_klein"},
 }
 """Shipped configurations to take settings from, as a family's ``templates``, by the tiny model's name."""
 BY_CARD = ("precision", "memory", "optimizer")  # sections that differ between configurations for cards
