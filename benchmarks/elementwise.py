@@ -114,7 +114,9 @@ def measure(row: Row) -> Json:
     constants = {name: value for name, value in constants.items() if name in names}
     types = {name: "constexpr" if name in constants else types[name] for name in names}
     place = {name: (number,) for number, name in enumerate(names)}
-    aligned = [name for name, kind in types.items() if kind[0] == "*" or name in ("d", "step") or name.endswith("_step")]
+    aligned = [
+        name for name, kind in types.items() if kind[0] == "*" or name in ("d", "step") or name.endswith("_step")
+    ]
     source = ASTSource(
         function, types, {place[name]: value for name, value in constants.items()},
         {place[name]: [["tt.divisibility", 16]] for name in aligned},

@@ -26,6 +26,7 @@ SD15: Json = SD3 | {
 }
 SDXL: Json = SD15 | {"model": {"family": "sdxl", "pretrained": f"{INPUTS}/sdxl"}}
 KLEIN: Json = SD15 | {"model": {"family": "klein", "pretrained": f"{INPUTS}/klein", "text_length": 64}}
+ZIMAGE: Json = SD15 | {"model": {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64}}
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def tags() -> Iterator[Group]:
         yield Group(owner, "", SD3, {name: Row(default, "The default, beside which the others are compared.")})
     for owner, data in (("Table", table), ("Stream", stream), ("MultiSource", several)):
         yield Group(owner, "data", SD3, {"source": Row(data, "plan")})
-    for owner, base in (("SD15", SD15), ("SDXL", SDXL), ("Klein", KLEIN)):
+    for owner, base in (("SD15", SD15), ("SDXL", SDXL), ("Klein", KLEIN), ("ZImage", ZIMAGE)):
         yield Group(owner, "model", SD3 | {"data": base["data"]}, {"family": Row(base["model"], "loss")})
     for owner in ("Dora", "Full", "Partial", "Lokr", "Loha", "Oft"):
         yield Group(owner, "adapter", SD3, {"method": Row({"method": owner.lower()}, "file")})
@@ -209,6 +210,17 @@ GROUPS: list[Group] = [
         "text_encoders": Row(f"{INPUTS}/klein_other", "loss"),
         "text_length": Row(80, "loss"),
         "distilled": Row(True, "Allows a model that is refused otherwise: tests/models/flux2/test_klein_files.py."),
+    }),
+    Group("ZImage", "model", ZIMAGE, {
+        "pretrained": Row(f"{INPUTS}/zimage_other", "loss"),
+        "revision": Row("main", "Names what is downloaded from the Hub; a folder has one version."),
+        "init": Row("random", "loss", {"adapter": FULL, "optimizer": SLOW}),
+        "loras": Row([START], "loss"),
+        "transformer": Row(f"{INPUTS}/zimage_other", "loss"),
+        "vae": Row(f"{INPUTS}/zimage_other", "loss"),
+        "text_encoders": Row(f"{INPUTS}/zimage_other", "loss"),
+        "text_length": Row(32, "loss"),
+        "turbo": Row(True, "Decides how pictures are drawn by default: tests/models/zimage/test_zimage_files.py."),
     }),
     Group("Source", "data", SD3, FOLDER),
     Group("Source", "data", SD15, {

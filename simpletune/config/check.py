@@ -79,6 +79,12 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
         )
     if model.loras and model.init == "random":
         yield Problem("model.loras", "LoRAs of a trained model do not suit random weights. Remove them, or model.init")
+    if model.assistants and config.adapter.trains_base:
+        yield Problem(
+            "model.loras",
+            f"{model.assistants[0]} is used only while training, but adapter.method {config.adapter.method} trains the "
+            "weights that it is merged into, so nothing can take it out. Use adapter.method lora, or leave it out",
+        )
     if name not in model.objectives:
         allowed = " or ".join(model.objectives)
         yield Problem(
@@ -240,10 +246,17 @@ def _lora_rules(config: TrainConfig, option: TextLora) -> Iterator[Problem]:
         )
 
 
+def fp16_refusal(title: str, why: str) -> str:
+    """Say that a family computes nothing in fp16 (``Architecture.fp16_overflows``)."""
+    return f"{title} is not computed in fp16: {why}. Use bf16, which cards of sm_80 and newer have"
+
+
 def _fp16_rules(config: TrainConfig) -> Iterator[Problem]:
     """Check what fp16 products require."""
     if config.precision.settled_compute != "fp16":
         return
+    if why := config.model.architecture.fp16_overflows:
+        yield Problem("precision.compute", fp16_refusal(config.model.words.title, why))
     if config.adapter.trains_base and config.precision.trainable and config.precision.bytes_per_weight < 4:
         yield Problem(
             "precision.weights",

@@ -43,6 +43,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     local = "single file" if is_single_file(model.pretrained) else "local folder"
     source = "hub" if is_hub_name(model.pretrained) else "bundled" if config.is_demo else local
     under = f" with {', '.join(model.loras)} merged in" if model.loras else ""
+    under += ", which pictures are drawn without" if model.assistants else ""
     yield "model", f"{model.pretrained} ({source}){under}, {model.text.describe()}"
     shapes, located = _shapes(config), resolve_model_folder(config).model
     if shapes is not None and located.inpaints:
@@ -246,6 +247,12 @@ def _notes(config: TrainConfig) -> Iterator[str]:
     yield from source_notes(config.data, inpaints=known_to_inpaint(config))
     if config.train.steps is None and config.train.epochs is None:
         yield f"train.steps and train.epochs are unset: the run has {plural(config.steps(1), 'step')}"
+    if (few := config.model.few_steps) is not None and not config.model.assistants:
+        under = f"model.loras=[training:{few.assistant}]" if few.assistant else "an assistant (model.loras, training:)"
+        yield (
+            f"{config.model.files.weights_from} is, by its name or model.turbo, {few.title}, which draws in few steps. "
+            f"Ordinary training undoes that: train the model that it was distilled from, or under {under}"
+        )
     precision = config.precision
     if precision.compute == "bf16" and config.device != "cpu":
         yield f"precision.compute bf16 needs a card of sm_80 or newer (A100, RTX 30, L4); {WITHOUT_BF16}: use auto"

@@ -11,12 +11,16 @@ FLOW: str = Flow.model_fields["name"].default
 
 
 def family_defaults(family: Family) -> dict[str, dict[str, object]]:
-    """Return the defaults that depend on the family, by section and field."""
+    """Return the defaults that depend on the family, and on whether its base draws in few steps, by section and
+    field."""
     words = family.words
+    steps, guidance = words.steps, words.guidance
+    if (few := family.few_steps) is not None:
+        steps, guidance = few.steps, few.guidance
     return {
         "objective": {"name": family.objectives[0]},
         "data": {"resolution": words.resolution},
-        "validation": {"guidance": words.guidance, "negative_prompt": words.negative_prompt, "steps": words.steps},
+        "validation": {"guidance": guidance, "negative_prompt": words.negative_prompt, "steps": steps},
     }
 
 
@@ -55,7 +59,12 @@ def _family_in(data: Json) -> Family | None:
     if not isinstance(model, dict):
         return None
     wanted = model.get("family", FAMILIES[0].family)
-    return next((family for family in FAMILIES if family.family == wanted), None)
+    family = next((family for family in FAMILIES if family.family == wanted), None)
+    if family is None:
+        return None
+    named = {name: value for name in ("pretrained", family.denoiser) if isinstance(value := model.get(name), str)}
+    said = {"turbo": model["turbo"]} if isinstance(model.get("turbo"), bool) and hasattr(family, "turbo") else {}
+    return family.model_copy(update=named | said)  # as far as its defaults depend on it
 
 
 def _fill(data: Json, defaults: dict[str, dict[str, object]]) -> Json:

@@ -35,7 +35,7 @@ from simpletune.estimate.stored import other_versions, prediction_key, stored_jo
 from simpletune.models.shared.buckets import Size
 from simpletune.models.text.encoder import CHUNK_BYTES
 from simpletune.runs.folder import read_json_or_none
-from simpletune.stages.plan_data import make_plan
+from simpletune.stages.plan_data import make_plan, prompt_lengths
 from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.atomic import write_json
 from simpletune.system.console import expecting
@@ -286,7 +286,8 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
             return None
         images = scan_sources(config.data).images
         small = find_too_small(images, config.data, config.model.architecture.multiple)
-        plan = make_plan(config, drop_rejected(images, small), config.model.inpaints)
+        lengths = prompt_lengths(config, download=False)
+        plan = make_plan(config, drop_rejected(images, small), config.model.inpaints, lengths)
         found = DataCounts.from_plan(config, plan)
     except UserError:  # the run itself reports problems of the data
         return None

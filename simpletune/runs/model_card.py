@@ -21,6 +21,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import ON_TRAINING, drift_words, loss_words
 from simpletune.data.samples import images_in
 from simpletune.data.sources.multi_source import with_paths
+from simpletune.models.shared.family_files import ONLY_TRAINING
 from simpletune.models.shared.words import Licence
 from simpletune.runs.best_checkpoint import LAST
 from simpletune.system.atomic import write_text
@@ -108,7 +109,8 @@ def shareable(config: TrainConfig) -> TrainConfig:
         for name in ("pretrained", config.model.denoiser, "vae", "text_encoders")
         if (value := getattr(config.model, name)) is not None
     }
-    loras = [public_name(lora) for lora in config.model.loras]
+    marks = [(ONLY_TRAINING if lora in config.model.assistants else "", lora) for lora in config.model.loras]
+    loras = [mark + public_name(lora.removeprefix(mark)) for mark, lora in marks]
     adapter = config.adapter
     if (start := getattr(adapter, "start", None)) is not None:
         adapter = adapter.model_copy(update={"start": public_name(start)})
@@ -144,7 +146,8 @@ def parent_words(parent: Json) -> str:
     """Describe a LoRA that a run began with or trained on top of, besides its name."""
     steps = "" if parent["steps"] is None else f"{plural(parent['steps'], 'step')}, "
     strength = "" if parent["scale"] == 1 else f"strength {parent['scale']:g}, "
-    return f"{steps}{strength}SHA-256 {parent['sha256'][:16]}"
+    only = "; used only while training" if parent.get("only_training") else ""
+    return f"{steps}{strength}SHA-256 {parent['sha256'][:16]}{only}"
 
 
 def for_repository(card: str, repository: str) -> str:
@@ -200,6 +203,8 @@ def _rows(config: TrainConfig, summary: Json, images: int) -> Iterator[tuple[str
     train = config.train
     settings = config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method", "start"})
     listed = [f"{key} {_text(value)}" for key, value in settings.items() if value != []]
+    if (few := config.model.few_steps) is not None:
+        yield "base", f"{few.title}, as its name or the configuration says: nothing in a file tells it"
     yield "method", escape_cell(", ".join([config.adapter.method, *listed]))
     if (parent := summary.get("parent")) is not None:
         yield "started from", f"{code(parent['name'])}, {parent_words(parent)}"
@@ -250,9 +255,10 @@ def _use(config: TrainConfig, example: ImageRequest) -> Iterator[str]:
         result = config.adapter.result(config.model.denoiser)
         yield (f"ComfyUI loads `{result}` from `models/loras`. " if config.adapter.in_comfyui else "") + first
     elif config.adapter.trains or config.text.lora is not None or _loaded_tokens(config):
-        if config.model.loras and not config.adapter.trains_base:
+        under = config.model.without_assistants().loras
+        if under and not config.adapter.trains_base:
             loras, base = (
-                (public_name(lora) for lora in config.model.loras),
+                (public_name(lora) for lora in under),
                 _local_name(config, config.model.files.weights_from),
             )
             merge = shlex.join(["simpletune", "lora", "merge", *loras, "--base", base, "--out", MERGED])
@@ -303,7 +309,13 @@ def snippet(config: TrainConfig, example: ImageRequest) -> str:
         precision.encoder_dtype() if precision.settled_compute == "fp16" else precision.compute_dtype()
     )  # fp16: see there
     dtype = f"dtype={whole}"
-    own = None if config.adapter.trains_base else MERGED if model.loras else getattr(model, model.denoiser)
+    own = (
+        None
+        if config.adapter.trains_base
+        else MERGED
+        if model.without_assistants().loras
+        else getattr(model, model.denoiser)
+    )
     part, kind, pipeline = model.denoiser, model.architecture.diffusers_class, model.pipeline
     extra = [f"{part}={part}"] if own or config.adapter.trains_base else []
     conventions = model.conventions(config.objective, math.sqrt(example.width * example.height))
@@ -335,7 +347,7 @@ def snippet(config: TrainConfig, example: ImageRequest) -> str:
         "width": example.width,
         "height": example.height,
         "num_inference_steps": example.steps,
-        "guidance_scale": example.guidance,
+        "guidance_scale": example.guidance + model.words.pipeline.guidance_offset,
         **model.text.call_arguments(),
     }
     lines += ['pipeline.to("cuda" if torch.cuda.is_available() else "cpu")', "picture = pipeline("]

@@ -53,7 +53,7 @@ def encode(
     rejected = caches.fill_images([plan.views()])
     report_rejected(rejected, config.data)
     if rejected:
-        plan = make_plan(config, drop_rejected(data.usable, rejected), plan.inpaints)
+        plan = make_plan(config, drop_rejected(data.usable, rejected), plan.inpaints, plan.lengths)
         requests = validation_requests(config, plan)  # its captions are among those encoded
     left_out = [*data.left_out, *rejected]
     requests = with_inputs(config, plan, requests)

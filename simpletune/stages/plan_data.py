@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from simpletune.adapters.text.placeholders import occurs
@@ -23,8 +23,11 @@ from simpletune.data.sources.source import RejectedEntry, SourceImage
 from simpletune.data.split import split_images
 from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.console import say
+from simpletune.system.hub import cached_folder
 from simpletune.system.options import UserError, plural
 from simpletune.system.printable import printable_name
+
+Lengths = Callable[[Sequence[str]], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,42 @@ def plan_data(config: ResolvedConfig) -> PlannedData:
         say(f"hint    {hint}")
     report_rejected([*scan.rejected, *small], config.data)
     usable = drop_rejected(scan.images, small)
-    plan = make_plan(config, usable, config.model.inpaints)
+    plan = make_plan(config, usable, config.model.inpaints, prompt_lengths(config))
     hint_at_shares(plan)
     require_positions(config, plan)
     require_token(config, plan)
     return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
 
 
-def make_plan(config: TrainConfig, images: Sequence[SourceImage], inpaints: bool = False) -> Plan:
+def prompt_lengths(config: TrainConfig, download: bool = True) -> Lengths | None:
+    """Return the function by which a plan deals micro-batches by the length of their prompts; None for a family whose
+    prompts need no such thing, or, without ``download``, where the tokenizer is not at hand.
+
+    Raises:
+        UserError: the tokenizer is missing, or cannot be downloaded or read.
+    """
+    files, text = config.model.files, config.model.text
+    multiple = text.length_multiple
+    if multiple is None:
+        return None
+    (encoder,) = text.encoders
+    hub = [part for part in files.hub_parts() if part.part == encoder.tokenizer]
+    if not download and (any(files.problems()) or any(cached_folder(part) is None for part in hub)):
+        return None
+    folder = files.part(encoder.tokenizer).folder
+    assert folder is not None  # single files never contain tokenizers
+    tokenizer = encoder.read_tokenizer(folder)
+
+    def lengths(prompts: Sequence[str]) -> list[int]:
+        counts = (min(count, encoder.limit) for count in encoder.counts(tokenizer, prompts))
+        return [count + -count % multiple for count in counts]
+
+    return lengths
+
+
+def make_plan(
+    config: TrainConfig, images: Sequence[SourceImage], inpaints: bool = False, lengths: Lengths | None = None
+) -> Plan:
     """Plan a run over the usable pictures, without those that ``validation.split`` holds out. The plan does not depend
     on the number of processes.
 
@@ -100,6 +131,7 @@ def make_plan(config: TrainConfig, images: Sequence[SourceImage], inpaints: bool
         GlobalBatch(config.train.micro_batch, config.train.accumulation),
         make_samples([p for p in held_out if firsts[p.digest] == p.source], data.members, 1, multiple),
         inpaints,
+        lengths,
     )
 
 

@@ -29,6 +29,7 @@ from simpletune.stages.text_side import load_text_side
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
 from simpletune.system.signals import stop_if_requested
+from simpletune.training.assistant import Assistant
 from simpletune.training.start_lora import Start
 
 T = TypeVar("T", PreparedData, PlannedData)
@@ -137,7 +138,12 @@ def load_model(
     else:
         denoiser = load_base_together(config, accelerator, sizes, cache, read_stack(config))
     text = load_text_side(config, prepared.text, plan.captions() if config.text.trains else [], device)
+    assistant = None
+    if config.model.assistants and config.validation.prompts != []:
+        assistant = Assistant(config, denoiser, device, accelerator.num_processes)
     core = assemble(config, denoiser, accelerator, len(plan.sizes()), text)
+    if assistant is not None:
+        core.base_to_draw = assistant.absent
     if start is not None:
         start.begin(denoiser)
     core.average = average_of(config, denoiser, core.optimizer)

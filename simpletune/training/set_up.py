@@ -176,7 +176,8 @@ def require_loras(config: TrainConfig, saved: checkpoint.SavedState | None) -> l
     those that a resumed run began with."""
     stack = read_stack(config, run_folder(config) if saved else None)
     for each in stack.about if stack else []:
-        say(f"base    with {each['name']} at a strength of {each['scale']:g}, SHA-256 {each['sha256'][:16]}")
+        only = ", only while training" if each.get("only_training") else ""
+        say(f"base    with {each['name']} at a strength of {each['scale']:g}, SHA-256 {each['sha256'][:16]}{only}")
     return stack.about if stack else []
 
 

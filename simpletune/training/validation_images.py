@@ -155,7 +155,8 @@ class Previews:
         config = self.config
         kernel = partial(use_attention, config.speed.attention)
         free_memory(device)  # training leaves torch's cache fragmented, and these stages may not fit into the fragments
-        with progress("drawing", len(requests), "pictures", detail) as advance:
+        drawn_with = nullcontext() if self.core is None else self.core.base_to_draw()
+        with drawn_with, progress("drawing", len(requests), "pictures", detail) as advance:
             vae = load_autoencoder(config, device)
             try:
                 sampler = Sampler(

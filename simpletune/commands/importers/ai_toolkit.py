@@ -8,8 +8,10 @@ from pathlib import Path
 from simpletune.commands.importers.command_lines import listed
 from simpletune.commands.importers.common_options import (
     VARIANTS,
+    leave_refiners_out,
     take_alpha,
     take_arguments,
+    take_assistant,
     take_convolutions,
     take_embedding,
     take_optimizer,
@@ -102,6 +104,14 @@ def _family(found: Translation, folder: Path) -> None:
     found.unused(f"{chosen} decides", *flags[0 if chosen == "model.arch" else 1 :])
     if str(found.settings.get("model.name_or_path")).startswith(("http:", "https:")):
         found.leave("model.name_or_path", "an address. Download the file and set model.pretrained")
+    if found.get("model.family") == "zimage":
+        rest = found.read("model.extras_name_or_path", as_text)
+        assistant = found.read("model.assistant_lora_path", as_text)
+        if rest is not None and found.has("model.name_or_path"):
+            found.take("model.name_or_path", "model.transformer", found.read("model.name_or_path", as_text))
+            found.take("model.extras_name_or_path", "model.pretrained", rest)
+        if assistant is not None:
+            take_assistant(found, "model.assistant_lora_path", assistant)
 
 
 def _adapter(found: Translation) -> str:
@@ -131,6 +141,8 @@ def _adapter(found: Translation) -> str:
     lokr = kind.lower() == "lokr"
     found.take("network.type", "adapter.method", "lokr" if lokr else "lora")
     found.take("network.type", "adapter.targets", "all_linear", "the layers that ai-toolkit's networks update")
+    if found.get("model.family") == "zimage":
+        leave_refiners_out(found, "network.type", TITLE)
     if lokr:
         found.by_table([KeyRule("network.lokr_factor", "adapter.factor", whole_number)])
         full = found.read("network.lokr_full_rank", boolean)

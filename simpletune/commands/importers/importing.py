@@ -175,7 +175,7 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
 
 def form_of(settings: Json) -> str | None:
     """Recognise the trainer by the keys of its configuration; None for an unknown format."""
-    if musubi_tuner.is_klein(settings):
+    if musubi_tuner.is_supported(settings):
         return musubi_tuner.TITLE
     _refuse_musubi_tuner(settings)
     if lora_easy_scripts.is_preset(settings):

@@ -56,6 +56,7 @@ from simpletune.commands.importers.translation import (
 )
 from simpletune.config.schema import run_name
 from simpletune.models.lora_registry import NUMBERS
+from simpletune.models.shared.family_files import ONLY_TRAINING
 from simpletune.system.options import Json, UserError
 from simpletune.system.regular_files import read_regular
 
@@ -268,8 +269,10 @@ def _stack(found: Translation) -> None:
         found.unused("there are no base_weights", "base_weights_multiplier")
     else:
         each = zip_longest(files, scales[: len(files)], fillvalue=1)
-        loras = [file if scale == 1 else f"{file}:{scale:g}" for file, scale in each]
-        found.take("base_weights", "model.loras", loras)
+        named = [str(file) if scale == 1 else f"{file}:{scale:g}" for file, scale in each]
+        loras = [f"{ONLY_TRAINING}{name}" if "training_adapter" in name else name for name in named]
+        why = "an assistant is used only while training" if loras != named else ""
+        found.take("base_weights", "model.loras", loras, why)
         if scales:
             found.keep("base_weights_multiplier", "see base_weights")
 

@@ -66,6 +66,7 @@ ORDER = (
     "prior", "memory", "checkpoint", "validation",
 )  # fmt: skip
 WITHOUT_TOKENIZERS = "a single file has no tokenizers; only what it lacks is downloaded"
+UNDER = "ordinary training undoes drawing in few steps, so it trains under this LoRA and draws without it"
 NO_PHOTOS = "it draws flat figures of 64 px, no photos"
 WITHOUT_CARD = f"no graphics card here, so use the tiny model that comes with simpletune, for trying out: {NO_PHOTOS}"
 
@@ -228,6 +229,8 @@ class Choices:
         with suppress(UserError, KeyError, TypeError):  # the check of the whole configuration refuses it
             if base.files.denoiser_config(fetch=False) is not None and base.inpaints:
                 self.notes.append(f"{model} inpaints: it learns to fill holes in the pictures, and draws with a mask")
+        if loras := base.known_assistants:
+            self.set("model.loras", loras, UNDER)
         if base.files.lacks_tokenizers:
             self.set("model.text_encoders", base.files.text_example, WITHOUT_TOKENIZERS)
         if self.device is None and self.answers.on_cpu:

@@ -15,7 +15,7 @@ from PIL import Image
 from simpletune.commands.inspect_data.near_duplicates import ImageHash, hash_of, near_duplicates
 from simpletune.commands.inspect_data.prompt_cuts import token_counts
 from simpletune.commands.inspect_data.thumbnails import grey_hole, tile
-from simpletune.config.resolve import known_to_inpaint
+from simpletune.config.resolve import known_to_inpaint, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, drop_rejected
@@ -27,7 +27,7 @@ from simpletune.data.sources.multi_source import find_too_small, scan_sources, s
 from simpletune.data.sources.source import RejectedEntry, SourceImage, UnusableImage
 from simpletune.models.shared.buckets import Size, covering_size, upscaling
 from simpletune.models.text.encoder import TextEncoder
-from simpletune.stages.plan_data import make_plan
+from simpletune.stages.plan_data import make_plan, prompt_lengths
 from simpletune.system.console import progress
 
 if TYPE_CHECKING:
@@ -180,7 +180,8 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     if found.usable:
         _compare(found)
         _read_captions(found, config)
-        plan = make_plan(config, [seen.image for seen in found.usable], inpaints)
+        lengths = prompt_lengths(resolve_model_folder(config), download=False)
+        plan = make_plan(config, [seen.image for seen in found.usable], inpaints, lengths)
         _count(found, plan)
         found.sources = plan.shares(names)
     return found
@@ -285,7 +286,7 @@ def _count(found: DatasetReport, plan: Plan) -> None:
         if seen.image.name not in held:
             lost[seen.bucket].append(seen.lost)
     for size, members in plan.buckets.items():
-        batches = -(-len(members) // plan.batch_size)
+        batches = sum(-(-len(part) // plan.batch_size) for key, part in plan.dealt.items() if key[:2] == size)
         shares: Sequence[float] = lost[size]
         row = BucketRow(
             size=size,

@@ -470,10 +470,12 @@ def base_name(sources: list[NamedLora]) -> str:
 
 def stack_of(source: NamedLora) -> Stack | None:
     """Return the LoRAs that a run trained on top of, which its base needs."""
-    from simpletune.runs.stack import read_stack
+    from simpletune.runs.stack import read_stack, without_assistants
 
     config = source.config(open_lora(source.file).metadata)
-    return None if config is None else read_stack(resolve_model_folder(config), source.run)
+    if config is None:
+        return None
+    return read_stack(resolve_model_folder(without_assistants(config)), source.run)
 
 
 def refuse_same(out: Path, source: Path) -> None:

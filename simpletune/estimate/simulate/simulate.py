@@ -17,7 +17,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.denoiser import Denoiser
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.cuda_libraries import cublas_workspace, most_multiprocessors
+from simpletune.engine.memory.cuda_libraries import Workspaces, cublas_workspaces, most_multiprocessors
 from simpletune.engine.memory.fake import Fake, autocast_like_cuda, fake_tensors
 from simpletune.engine.memory.kernel_workspace import cuda_layouts, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
@@ -73,7 +73,9 @@ def simulate(
     started = time.perf_counter()
     with fake_tensors(), pause_collection():
         report = train(config, size, capability, recorder or Recorder(cuda=True)).report
-    extra = 0 if capability is None else cublas_workspace(capability, deterministic=config.speed.deterministic)
+    extra = Workspaces(0, 0)
+    if capability is not None:
+        extra = cublas_workspaces(capability, deterministic=config.speed.deterministic)
     return replace(
         report,
         peak=with_workspace(report.peak, extra),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from simpletune.config.batches import mixes_lengths
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Crop, PlannedSample
 from simpletune.data.sources.source import SourceImage
@@ -78,6 +79,8 @@ class SyntheticBatches:
         model, sources, weight = self.config.model, self.config.data.members, None
         latents = (b, *model.autoencoder.shape(width, height))
         text = model.text.framed(model.text.blank(self.text, b), [Framing.whole(self.size)] * b)
+        if not mixes_lengths(self.config):
+            text = replace(text, mask=None)
         if any(source.weighs_places for source in sources):
             weight = torch.ones((b, 1, *latents[2:]), device=self.device)
         elif any(source.weight != 1 for source in sources):

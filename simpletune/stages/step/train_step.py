@@ -8,6 +8,7 @@ a configuration asks for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from accelerate import Accelerator
@@ -82,6 +83,8 @@ class TrainStep:
         self.device: torch.device = plain.accelerator.device
 
         # the state after a step
+        self.base_to_draw: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Returns a context in which the base is the one that pictures are drawn with."""
         self.average: Average | None = None
         """The average of the trained weights to generate, evaluate and export, which ``run`` updates."""
         self.lr = 0.0

@@ -235,7 +235,9 @@ def test_the_prediction_counts_what_the_kernels_move_and_hold() -> None:
     assert terms[ops.rms_norm_backward.default](heads, heads, weight, 1e-6, False) == 0
     halves = x.chunk(2, dim=-1)
     assert moved(ops.swiglu, *halves) == [KernelWork("add", "bf16", (whole + whole // 2,))]
-    assert moved(ops.swiglu_backward, halves[1], *halves, True) == [KernelWork("add", "bf16", (2 * whole + whole // 2,))]
+    assert moved(ops.swiglu_backward, halves[1], *halves, True) == [
+        KernelWork("add", "bf16", (2 * whole + whole // 2,))
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from simpletune.apps.web.form.fields import StartingConfig, get_at, set_at
 from simpletune.commands.init.answers import Answers, What
-from simpletune.commands.init.choices import Suggestion, profile_of, suggest, templates_for
+from simpletune.commands.init.choices import UNDER, Suggestion, profile_of, suggest, templates_for
 from simpletune.commands.init.inspect_folder import FolderContents
 from simpletune.config.load import read_json, shipped_files
 from simpletune.config.overrides import as_overrides
@@ -111,6 +111,9 @@ def preset(
     data["validation"]["prompts"] = None
     data["data"]["path"] = ""
     reasons = {"model.pretrained": NO_TOKEN} if instead else {}
+    if loras := likely_family(named).model_copy(update={"pretrained": named}).known_assistants:
+        set_at(data, "model.loras", loras)
+        reasons["model.loras"] = UNDER
     if named != TINY_SD3 and "{card}" not in template:
         reasons["memory.profile"] = fits
         set_at(data, "memory.profile", profile)
