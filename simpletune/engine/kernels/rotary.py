@@ -153,9 +153,7 @@ CALLS = {
 
 
 @torch.library.register_fake("simpletune::rms_norm_rotary", lib=_LIBRARY)
-def _(
-    parts: Sequence[Tensor], weights: Sequence[Tensor], cos: Tensor, sin: Tensor, eps: float, early: bool
-) -> Tensor:
+def _(parts: Sequence[Tensor], weights: Sequence[Tensor], cos: Tensor, sin: Tensor, eps: float, early: bool) -> Tensor:
     b, _, h, d = parts[0].shape
     return parts[0].new_empty((b, sum(x.shape[1] for x in parts), h, d))
 

@@ -1,9 +1,9 @@
 """Triton kernels for norms of queries and keys with rotary positions: each reads and writes every number once, and
 computes in fp32.
 
-Called by ``rotary.py`` on CUDA; importing this module needs Triton. A program takes about ``ELEMENTS`` elements of short
-rows, one for each token and head. Tokens may lie apart in memory: parts of a wider product are read where they are. The
-gradient of the weight is summed from one row of partial sums per program, in a fixed order.
+Called by ``rotary.py`` on CUDA; importing this module needs Triton. A program takes about ``ELEMENTS`` elements of
+short rows, one for each token and head. Tokens may lie apart in memory: parts of a wider product are read where they
+are. The gradient of the weight is summed from one row of partial sums per program, in a fixed order.
 """
 
 # mypy: allow-incomplete-defs
@@ -22,22 +22,21 @@ WARPS = 4
 
 
 @triton.jit
-def _places(rows, n, h, first, total, shared, ROWS: tl.constexpr):
+def _places(rows, n, h, first, length, angles, ROWS: tl.constexpr):
     """Return, for some rows, which exist, their token and head, and the places of the token in output and table."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     token, head = row // h, row % h
     sample, place = token // n, first + token % n
-    joined = sample * total + place
-    return row < rows, token, head, joined, tl.where(shared, place, joined)
+    return row < rows, token, head, sample * length + place, sample * angles + place
 
 
 @triton.jit
 def _norm_rotary(
-    x, weight, cos, sin, out, rows, n, h, d, step, first, total, angle_step, spread, shared, eps,
+    x, weight, cos, sin, out, rows, n, h, d, step, first, length, angles, angle_step, spread, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute some rows: x / sqrt(mean(x^2) + eps) * weight, each pair rotated by its angle."""
-    exists, token, head, joined, angle = _places(rows, n, h, first, total, shared, ROWS)
+    exists, token, head, joined, angle = _places(rows, n, h, first, length, angles, ROWS)
     at = tl.arange(0, BLOCK)[None, :]
     inside = exists & (at < d)
     factor = tl.load(weight + at, mask=at < d, other=0.0).to(tl.float32)
@@ -54,11 +53,11 @@ def _norm_rotary(
 
 @triton.jit
 def _norm_rotary_backward(
-    grad, x, weight, cos, sin, grad_x, sums, rows, n, h, d, step, grad_step, grad_head, first, total, angle_step, spread,
-    shared, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, x, weight, cos, sin, grad_x, sums, rows, n, h, d, step, grad_step, grad_head, first, length, angles,
+    angle_step, spread, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute, for some rows, the gradient of x, and a partial sum of the weight's."""
-    exists, token, head, joined, angle = _places(rows, n, h, first, total, shared, ROWS)
+    exists, token, head, joined, angle = _places(rows, n, h, first, length, angles, ROWS)
     at = tl.arange(0, BLOCK)[None, :]
     inside = exists & (at < d)
     given = tl.load(grad + joined * grad_step + head * grad_head + at, mask=inside, other=0.0).to(tl.float32)
@@ -140,8 +139,8 @@ def _tokens(x: Tensor) -> Tensor:  # [b, n, h, d] -> [b n, h d]
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _layout(cos: Tensor, sin: Tensor) -> tuple[int, int, bool]:
-    """Return the distances of a table's rows and numbers, and whether all samples share it."""
+def _layout(cos: Tensor, sin: Tensor) -> tuple[int, int, int]:
+    """Return the rows of a table for each sample, 0 if all share them, and the distances of its rows and numbers."""
     assert cos.stride() == sin.stride() and cos.shape == sin.shape and cos.dtype == sin.dtype == torch.float32
     assert len(cos) == 1 or cos.stride(0) == cos.shape[1] * cos.stride(1)
-    return cos.stride(1), cos.stride(2), len(cos) == 1
+    return 0 if len(cos) == 1 else cos.shape[1], cos.stride(1), cos.stride(2)
