@@ -37,6 +37,9 @@ GRIDS: dict[str, Grid] = {
     "quality": Grid("what precisions, adapters and memory levers cost in quality, on the tiny SD3", JUDGED),
     "recipe": Grid("what the demo's training reaches over its steps, five seeds each, on the tiny models", JUDGED),
     "inpainting": Grid("whether a plain UNet learns to inpaint, on the tiny SDXL", ("rows", "prompts")),
+    "sliders": Grid(
+        "whether a slider from prompts alone changes size and nothing else, on the tiny SD3", ("rows", "prompts")
+    ),
     "choice": Grid("whether the chosen checkpoint is better than the last one, on the tiny SD3", (*JUDGED, "set")),
     "inference": Grid(
         "seconds, memory and cost of a picture, compared with plain diffusers",

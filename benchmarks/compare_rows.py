@@ -252,6 +252,7 @@ def _zimage() -> Named:
     lean = {"modulation": "plan", "checkpointing": "all", "resident_blocks": 1}
     yield "zimage, int8", Row("Z-Image", ZIMAGE | {"model": turbo, "precision": INT8, "memory": lean})
     started: Json = {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64, "init": "random"}
+    started["turbo"] = False
     yield "zimage, full", Row("Z-Image from scratch", ZIMAGE | {"model": started, "adapter": FULL, "optimizer": SLOW})
 
 
@@ -335,6 +336,7 @@ EXCUSED = {
     "train.batch_size=auto": "searches the memory of a card",
     "memory.checkpointing=auto": "searches the memory of a card",
     "memory.profile": "sets other fields",
+    "precision.products=auto": "times products on a card",
 }
 """Choices of the schema that no row makes, and why."""
 DECIDING = ("model", "adapter", "text", "precision", "optimizer", "schedule", "objective", "train", "prior", "memory")

@@ -24,6 +24,8 @@ SD15: Json = SD3 | {
     "model": {"family": "sd15", "pretrained": f"{INPUTS}/sd15"},
     "data": {"path": f"{INPUTS}/flat", "resolution": 64},
 }
+SLIDER: Json = {"target": "a picture", "positive": "a red picture", "negative": "a striped picture"}
+CONCEPT: Json = SD3 | {"data": None, "concept": {"directions": [SLIDER], "resolutions": [32], "drawing_steps": 4}}
 SDXL: Json = SD15 | {"model": {"family": "sdxl", "pretrained": f"{INPUTS}/sdxl"}}
 KLEIN: Json = SD15 | {"model": {"family": "klein", "pretrained": f"{INPUTS}/klein", "text_length": 64}}
 ZIMAGE: Json = SD15 | {"model": {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64}}
@@ -167,6 +169,8 @@ GROUPS: list[Group] = [
         "about": Row("words", "Words for people, which check prints."),
         "name": Row("other", "file"),
         "device": Row("auto", "Needs a GPU: on a machine without one, cpu is left."),
+        "data": Row({"path": f"{INPUTS}/striped", "resolution": 32}, "plan"),
+        "concept": Row(None, "A run has it in place of data, so no other run lacks it alone."),
         "ema": Row({"decay": 0.01}, "file"),
     }),
     Group("SD3", "model", SD3, {
@@ -259,6 +263,23 @@ GROUPS: list[Group] = [
     Group("MultiSource", "data", SD3, {
         "sources": Row([{"path": f"{INPUTS}/flat", "resolution": 32, "repeats": 2}], "plan"),
     }, {"data": {"source": "several", "sources": [{"path": f"{INPUTS}/flat", "resolution": 32}]}}),
+    Group("Concept", "concept", CONCEPT, {
+        "directions": Row([SLIDER, {"target": "red", "negative": "red", "neutral": ""}], "plan"),
+        "resolutions": Row([64], "plan"),
+        "drawing_steps": Row(9, "plan"),
+        "drawing_guidance": Row(1.0, "loss", {"train.steps": 4}),
+    }),
+    Group("Direction", "concept.directions.0", CONCEPT, {
+        "target": Row("flat", "plan"),
+        "positive": Row("blue", "loss"),
+        "negative": Row(None, "loss"),
+        "unconditional": Row("blue", "loss", {"concept.directions.0.negative": None}),
+        "neutral": Row("", "loss"),
+        "preserved": Row(["blue"], "loss"),
+        "preserved_weight": Row(3.0, "loss", {"concept.directions.0.preserved": ["blue"]}),
+        "weight": Row(3.0, "loss"),
+        "guidance": Row(3.0, "loss"),
+    }),
     Group("Lora", "adapter", SD3, {
         "rank": Row(4, "file"),
         "alpha": Row(8.0, "loss"),

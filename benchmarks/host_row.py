@@ -45,7 +45,7 @@ class Ours:
         from simpletune.stages.step.train_step import assemble
 
         config = memory.config_of(overrides_of(row, contender))
-        side = config.data.resolution
+        side = config.resolution
         model = empty_base(config.model, config.memory, config.precision, CUDA, [(side, side)])
         self.core = assemble(config, model, SingleProcess(CUDA))
         self._batches = SyntheticBatches(config, self.core, device=CUDA)
@@ -66,7 +66,7 @@ def theirs(config: TrainConfig, wide: bool) -> Step:
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig
 
-    family, side, batch = config.model, config.data.resolution, int(config.train.batch_size)
+    family, side, batch = config.model, config.resolution, int(config.train.batch_size)
     is_unet = family.family == "sd15"
     with CUDA:
         kind: Any = UNet2DConditionModel if is_unet else SD3Transformer2DModel

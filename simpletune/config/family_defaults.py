@@ -20,6 +20,7 @@ def family_defaults(family: Family) -> dict[str, dict[str, object]]:
     return {
         "objective": {"name": family.objectives[0]},
         "data": {"resolution": words.resolution},
+        "concept": {"resolutions": [words.resolution]},
         "validation": {"guidance": guidance, "negative_prompt": words.negative_prompt, "steps": steps},
     }
 
@@ -51,6 +52,12 @@ def with_family(data: Json) -> Json:
         defaults["objective"] |= {**uniform, "shift": family.flow.shift}
     if family.architecture.modulation is None:  # a memory.profile may plan modulations
         defaults["memory"] = {"modulation": "auto"}
+    if data.get("concept") is None:
+        del defaults["concept"]
+    else:
+        defaults["validation"]["loss_samples"] = 0
+    if data.get("data") is None and data.get("concept") is not None:
+        del defaults["data"]
     return _fill(data, defaults)
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from simpletune.data.concept import Concept
 from simpletune.data.prompts import prompt_of
 from simpletune.data.row_order import deal_batches
 from simpletune.data.samples import Crop, PlannedSample, Sample
@@ -60,7 +61,7 @@ class Plan:
     def __init__(
         self,
         samples: Sequence[Sample],
-        data: Source | MultiSource,
+        data: Source | MultiSource | Concept,
         objective: Objective,
         seed: int,
         batch: GlobalBatch,

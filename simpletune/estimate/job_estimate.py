@@ -278,14 +278,16 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
 
 def counts_of(config: TrainConfig) -> DataCounts | None:
     """Count the images and prompts of the data set; None if it is missing or cannot be read."""
-    paths = [source.path for source in config.data.members]
+    if config.concept is not None:
+        return DataCounts.from_plan(config, make_plan(config, []))
+    paths = [source.path for source in config.sources]
     try:
-        if config.data.streamed:
+        if config.pictures.streamed:
             return DataCounts.from_plan(config, stream_plan(config))
         if any(path.startswith("demo:") or not Path(path).exists() for path in paths):
             return None
-        images = scan_sources(config.data).images
-        small = find_too_small(images, config.data, config.model.architecture.multiple)
+        images = scan_sources(config.pictures).images
+        small = find_too_small(images, config.pictures, config.model.architecture.multiple)
         lengths = prompt_lengths(config, download=False)
         plan = make_plan(config, drop_rejected(images, small), config.model.inpaints, lengths)
         found = DataCounts.from_plan(config, plan)
@@ -293,7 +295,7 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
         return None
     if not isinstance(config.prior, ClassImages):
         return found
-    generated, pixels = config.prior.count, config.data.resolution**2
+    generated, pixels = config.prior.count, config.resolution**2
     entries = 1 + config.model.inpaints  # each with a hole
     return DataCounts(
         found.images + generated,

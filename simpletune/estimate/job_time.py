@@ -21,6 +21,7 @@ from simpletune.estimate.timing.speeds import CalibratedSpeeds, HostSpeeds, Scal
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.buckets import Size
 from simpletune.models.text.encoder import BATCH
+from simpletune.runs.folder import STRENGTHS
 from simpletune.system.gpus import Card, card_named_by_driver, cards_like
 from simpletune.system.prices import Price
 
@@ -126,7 +127,7 @@ def job_time(
     step = step_seconds(job.train.sections, speeds)
     if isinstance(speeds, DatasheetSpeeds) and step.seconds:
         interval = step_range(job.train.sections, speeds, step)
-    batch, side, prior = config.train.micro_batch * config.train.accumulation, config.data.resolution, config.prior
+    batch, side, prior = config.train.micro_batch * config.train.accumulation, config.resolution, config.prior
     per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
     bring = READ_BYTE + 1 / (card.link * 1e9)  # seconds per byte from a file to the card
@@ -224,7 +225,8 @@ def _validation_seconds(config: TrainConfig, job: JobReport, speeds: Speeds, ste
     if "draw" in job.work:
         images = 1 if option.prompts is None else len(option.prompts)
         one = _generation_seconds(job.work["draw"], speeds, option.steps, config.image_size())
-        seconds += (1 + has_start(config) + times_due(option.every, steps)) * (load + images * one)
+        strengths = 1 if config.concept is None else len(STRENGTHS) - 1  # the base's are drawn once
+        seconds += (1 + has_start(config) + strengths * times_due(option.every, steps)) * (load + images * one)
     if "evaluate" in job.work:
         batch = config.train.micro_batch * config.train.accumulation
         passes = choose_validation_samples(config, batch, steps).share * batch * steps

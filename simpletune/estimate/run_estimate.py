@@ -79,7 +79,7 @@ def cheapest_change(
     """
     for lever in LEVERS:
         new = with_effective_changes(config, lever.overrides)
-        if new is None or new.data.resolution != config.data.resolution:
+        if new is None or new.resolution != config.resolution:
             continue
         prediction = estimate(new, card.capability, size)
         if prediction.fits(card, held):

@@ -71,7 +71,7 @@ def example_of(config: TrainConfig, caption: str) -> ImageRequest:
     from simpletune.stages.sample import ImageRequest
 
     option, (width, height) = config.validation, config.image_size()
-    prompt = caption if option.prompts is None else next(iter(option.prompts), config.data.prompt or caption)
+    prompt = caption if option.prompts is None else next(iter(option.prompts), config.prompt or caption)
     return ImageRequest(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
 
 
@@ -86,7 +86,7 @@ def front_matter(config: TrainConfig) -> str:
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=["text-to-image", "diffusers", config.model.words.pipeline.tag, config.adapter.method, "simpletune"],
-        instance_prompt=config.data.prompt,
+        instance_prompt=config.prompt,
         ignore_metadata_errors=False,
         **licence(config),
     )
@@ -118,7 +118,7 @@ def shareable(config: TrainConfig) -> TrainConfig:
         update={
             "model": config.model.model_copy(update={**model, "loras": loras}),
             "adapter": adapter,
-            "data": with_paths(config.data, last_name),
+            "data": None if config.data is None else with_paths(config.data, last_name),
             "output": type(config.output)(),
             "validation": config.validation.model_copy(
                 update={
@@ -133,7 +133,7 @@ def shareable(config: TrainConfig) -> TrainConfig:
 
 def usage(config: TrainConfig) -> str | None:
     """Say what a user of the result has to set, because no file tells it; None: nothing."""
-    return config.objective.usage(config.model.conventions(config.objective, config.data.resolution))
+    return config.objective.usage(config.model.conventions(config.objective, config.resolution))
 
 
 def usage_fields(config: TrainConfig) -> dict[str, str]:
@@ -186,7 +186,7 @@ def _introduction(folder: Path, config: TrainConfig, prompt: str) -> Iterator[st
     parts += [f"Embeddings of `{config.text.embeddings.token}`"] if config.text.embeddings is not None else []
     kind = "Fine-tuned transformer of" if config.adapter.trains_base else f"{' and '.join(parts)} for"
     yield f"{kind} {base}, trained with simpletune."
-    yield f"Trigger prompt: {code(config.data.prompt)}" if config.data.prompt else f"Example prompt: {code(prompt)}"
+    yield f"Trigger prompt: {code(config.prompt)}" if config.prompt else f"Example prompt: {code(prompt)}"
     if (folder / GRID).exists():
         yield f"![Pictures of the base and the result from the same noise]({GRID})"
 
@@ -219,12 +219,17 @@ def _rows(config: TrainConfig, summary: Json, images: int) -> Iterator[tuple[str
     yield "steps", f"{summary['steps']:,} ({batch}){early}"
     schedule = f"{config.schedule.name}, {plural(config.schedule.warmup_steps, 'warm-up step')}"
     yield "learning rate", f"{config.optimizer.lr:g} ({config.optimizer.name}; {schedule})"
-    yield "resolution", f"{config.data.resolution} px"
+    yield "resolution", f"{config.resolution} px"
     if usage(config) is not None:
         yield "objective", f"{config.objective.name}: {config.objective.describe(None, '')}"
     held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
-    places = ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.data.members))
-    yield "pictures", f"{images} from {escape_cell(places)}{held_out}"
+    if config.concept is None:
+        places = ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.sources))
+        yield "pictures", f"{images} from {escape_cell(places)}{held_out}"
+    else:
+        yield "pictures", "none: trained from prompts alone"
+        for direction in config.concept.directions:
+            yield "direction", escape_cell(direction.describe())
     yield "precision", f"{config.precision.weights} weights, {config.precision.settled_compute} compute"
     yield "seed", str(train.seed)
     if "seconds_total" in summary:

@@ -21,8 +21,8 @@ PLACES = tuple(
 )
 # Settings that may not change on resume: they determine the weights, or which samples each step sees.
 PINNED = (
-    "model", "adapter", "precision", "objective", "ema", "prior.method", "prior.prompt", "optimizer.name", "train.seed",
-    "text", "train.batch_size", "train.gradient_accumulation", "train.global_batch",
+    "model", "adapter", "precision", "objective", "concept", "ema", "prior.method", "prior.prompt", "optimizer.name",
+    "train.seed", "text", "train.batch_size", "train.gradient_accumulation", "train.global_batch",
 )  # fmt: skip
 
 UNSAID = ("about:", "$schema:")  # texts for readers, which overrides drop

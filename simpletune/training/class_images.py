@@ -82,16 +82,16 @@ def with_class_images(config: ResolvedConfig, accelerator: Accelerator, stages: 
         aspect="square",
         weight=prior.weight,
         regularization=True,
-        inpainting_loss=subjects(config.data)[0].inpainting_loss,
+        inpainting_loss=subjects(config.pictures)[0].inpainting_loss,
     )
-    sources = list(config.data.sources) if isinstance(config.data, MultiSource) else [config.data]
+    sources = list(config.pictures.sources) if isinstance(config.pictures, MultiSource) else [config.pictures]
     return config.model_copy(update={"data": MultiSource(sources=[*sources, of_class])})
 
 
 def class_requests(config: TrainConfig, prior: ClassImages) -> list[ImageRequest]:
     """List the pictures to generate: squares at the subject's largest resolution, each with its own seed. With a
     trigger, their prompts are those of the class for the subject's captions, in turn."""
-    data = config.data
+    data = config.pictures
     side = max(source.resolution for source in subjects(data))
     negative = config.model.text.steered_from(config.validation.negative_prompt)
     prompts = [prior.prompt]

@@ -24,6 +24,7 @@ from simpletune.stages.plan_data import PlannedData
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.batch_loader import BatchLoader
+from simpletune.stages.step.concept import ConceptLoader
 from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.console import say
@@ -58,7 +59,10 @@ def load(
         share = RankMicroBatches(
             accelerator.process_index, processes, train.reduce == "exact", train.uses_fsdp(processes)
         )
-        batches = BatchLoader(prepared, train.seed, accelerator.device, core.modulation, config.prior, share)
+        if config.concept is None:
+            batches = BatchLoader(prepared, train.seed, accelerator.device, core.modulation, config.prior, share)
+        else:
+            batches = ConceptLoader(prepared, train.seed, accelerator.device, share=share)
         size = None if state_bytes is None else find_too_large(core, batches, state_bytes)
         if size is None:
             return core, batches, prepared

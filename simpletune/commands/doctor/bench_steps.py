@@ -83,7 +83,7 @@ class RandomWeights:
 @contextmanager
 def random_steps(config: TrainConfig, device: torch.device) -> Iterator[Steps]:
     """Set up the trainer's step on random weights, latents and prompts."""
-    side, shapes = config.data.resolution, config.model.files.known_config()
+    side, shapes = config.resolution, config.model.files.known_config()
     on_host = stays_on_host(config.memory, config.model)
     network = config.model.architecture
     empty = network.empty_tensors(shapes)

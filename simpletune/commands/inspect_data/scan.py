@@ -136,22 +136,22 @@ class DatasetReport:
 
 def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -> DatasetReport:
     """Scan a dataset; ``shown`` pictures get a tile, and ``names`` stand for the sources' folders."""
-    if config.data.streamed:  # its split draws from all rows, not only from the examined ones
+    if config.pictures.streamed:  # its split draws from all rows, not only from the examined ones
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
-    scan, inpaints = scan_sources(config.data), known_to_inpaint(config)
-    small = find_too_small(scan.images, config.data, config.model.architecture.multiple)
+    scan, inpaints = scan_sources(config.pictures), known_to_inpaint(config)
+    small = find_too_small(scan.images, config.pictures, config.model.architecture.multiple)
     images = _prefix_names(drop_rejected(scan.images, small), config)
     found = DatasetReport(
-        ", ".join(dict.fromkeys(names)) or config.data.place,
+        ", ".join(dict.fromkeys(names)) or config.pictures.place,
         scan.captions,
         [],
         [*scan.rejected, *small],
         dict(scan.left_alone),
     )
-    found.on_error = "stop" if stopping_entries(config.data, found.rejected) else "skip"
-    found.resolution, found.hints = config.data.resolution, scan.hints
+    found.on_error = "stop" if stopping_entries(config.pictures, found.rejected) else "skip"
+    found.resolution, found.hints = config.resolution, scan.hints
     found.files = scan.files
-    found.notes = (*scan.notes, *source_notes(config.data, scan.images, inpaints))
+    found.notes = (*scan.notes, *source_notes(config.pictures, scan.images, inpaints))
     if not images:
         return found
     plan = make_plan(config, images, inpaints)
@@ -189,7 +189,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
 
 def _prefix_names(images: Sequence[SourceImage], config: TrainConfig) -> list[SourceImage]:
     """Prefix pictures' names with their folder's, to distinguish several sources."""
-    paths = [source.path for source in config.data.members]
+    paths = [source.path for source in config.sources]
     if len(set(paths)) == 1:
         return list(images)
     folders = Counter(Path(path).name for path in set(paths))
@@ -260,7 +260,7 @@ def _compare(found: DatasetReport) -> None:
 
 def _read_captions(found: DatasetReport, config: TrainConfig) -> None:
     names: dict[str, dict[str, None]] = defaultdict(dict)  # ordered, and each name once
-    prompted = {index for index, source in enumerate(config.data.members) if source.prompt is not None}
+    prompted = {index for index, source in enumerate(config.sources) if source.prompt is not None}
     shared = set[str]()
     for seen in found.usable:
         for caption in seen.image.captions:

@@ -436,7 +436,7 @@ def full_result(base: str | None) -> BaseReader | None:
         return None
     config = resolve_model_folder(run_config(run))
     family = config.model.model_copy(update={config.model.denoiser: str(folder), "loras": []})
-    conventions = config.model.conventions(config.objective, config.data.resolution)
+    conventions = config.model.conventions(config.objective, config.resolution)
     scheduler = config.objective.scheduler_config(config.model.files.scheduler_config(), conventions)
     return BaseReader(base, (family, family.files.part(family.denoiser)), scheduler)
 

@@ -100,7 +100,7 @@ class JobReport:
 
 def square_size(config: TrainConfig) -> Size:
     """Return the image size that a prediction without data assumes."""
-    return config.data.resolution, config.data.resolution
+    return config.resolution, config.resolution
 
 
 def parts_in_steps(config: TrainConfig) -> set[str]:

@@ -94,8 +94,9 @@ def simulate_parts(
         if isinstance(config.prior, ClassImages):
             begin("class")
             snapshots["class"] = simulate_class_images(config, capability, recorders)
-        begin("latents")
-        snapshots["latents"] = simulate_encoding(config.model, vae, size, recorders)
+        if config.concept is None:
+            begin("latents")
+            snapshots["latents"] = simulate_encoding(config.model, vae, size, recorders)
         snapshots["train"] = trained.report.peak
         if validate is not None:
             snapshots["validate"] = validate
@@ -235,7 +236,7 @@ def simulate_class_images(
     """Generate class images in one batch with the base alone."""
     prior = config.prior
     assert isinstance(prior, ClassImages)
-    memory, side, dtype = config.memory, config.data.resolution, config.precision.encoder_dtype()
+    memory, side, dtype = config.memory, config.resolution, config.precision.encoder_dtype()
     denoiser = empty_base(config.model, memory, config.precision, CPU, [(side, side)])
     vae = empty_autoencoder(config)
     with accounting_like_cuda(config, capability) as accounting:

@@ -296,7 +296,7 @@ WIDE = torch.linspace(-2, 2, 20 * 32).view(20, 32)
 NOISE = torch.zeros(20, 32, dtype=torch.int16)
 FALLBACKS: list[tuple[str, Any, str, tuple[Any, ...], str]] = [
     ("add_gated", adaln, "kernels.adaln_kernels.add_gated", (WIDE[None], WIDE[None], WIDE[:1]), "residuals by torch's"),
-    ("rms_norm", rms_norm, "kernels.rms_kernels.rms_norm", (WIDE, WIDE[0], 1e-6), "queries and keys by torch's"),
+    ("rms_norm", rms_norm, "kernels.rms_kernels.rms_norm", (WIDE, WIDE[0], 1e-6), "norms without means by torch's"),
     (
         "rms_norm_rotary", rotary, "kernels.rotary_kernels.rms_norm_rotary",
         ([WIDE.view(1, 4, 5, 32)], [WIDE[0]], WIDE[None, :4, :16], WIDE[None, 4:8, :16], 1e-6, False),
