@@ -52,7 +52,7 @@ NEWER_RUNTIME
     X(cublasIdamin_v2) X(cublasIsamax_v2) X(cublasIsamin_v2) X(cublasIzamax_v2) X(cublasIzamin_v2) X(cublasSasum_v2) \
     X(cublasSaxpy_v2) X(cublasScasum_v2) X(cublasScnrm2_v2) X(cublasScopy_v2) X(cublasSetMatrixAsync) \
     X(cublasSetVectorAsync) X(cublasSgelsBatched) X(cublasSgemmBatched) X(cublasSgeqrfBatched) X(cublasSger_v2) \
-    X(cublasSgetrfBatched) X(cublasSgetrsBatched) X(cublasSnrm2_v2) X(cublasSrot_v2) X(cublasSrotg_v2) \
+    X(cublasSnrm2_v2) X(cublasSrot_v2) X(cublasSrotg_v2) \
     X(cublasSrotm_v2) X(cublasSrotmg_v2) X(cublasSscal_v2) X(cublasSswap_v2) X(cublasSsymm_v2) X(cublasSsymv_v2) \
     X(cublasSsyr2_v2) X(cublasSsyr2k_v2) X(cublasSsyr_v2) X(cublasSsyrk_v2) X(cublasStrmm_v2) X(cublasStrmv_v2) \
     X(cublasStrsv_v2) X(cublasZaxpy_v2) X(cublasZcopy_v2) X(cublasZdrot_v2) X(cublasZdscal_v2) X(cublasZgelsBatched) \

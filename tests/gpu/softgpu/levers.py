@@ -72,9 +72,9 @@ class Levers:
                 "name": "levers",
                 "device": device,
                 "data": {"path": "."},
-                "adapter": {"method": self.method} | ({} if self.method == "full" else {"rank": 4}),
+                "adapter": {"method": self.method} | ({} if self.method in ("full", "oft") else {"rank": 4}),
                 "precision": precision,
-                "optimizer": {"name": self.optimizer, "lr": 0.01},
+                "optimizer": {"name": self.optimizer, "lr": 1 if self.optimizer == "prodigy" else 0.01},
                 "train": {
                     "steps": self.steps,
                     "batch_size": BATCH,
@@ -125,6 +125,12 @@ GRAPHS = {
     "graphs plan windows": Levers(window=2, graphs=True),
     "graphs accumulation": Levers(accumulation=3, graphs=True),
     "graphs full": Levers("full", "fp32", "adamw8bit", graphs=True),
+    "graphs LoHa": Levers("loha", graphs=True),
+    "graphs OFT": Levers("oft", graphs=True),
+    **{
+        f"graphs {name}": Levers("full", "bf16", name, graphs=True)
+        for name in ("adafactor", "adamw_bf16", "adamw_schedule_free", "lion8bit", "paged_adamw8bit", "prodigy")
+    },
 }
 ALL_GRAPHS = Levers(less=True, window=2, prefetch=True, ahead=1, accumulation=2, graphs=True)
 """With every lever that a graph takes."""

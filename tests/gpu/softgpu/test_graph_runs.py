@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from tiny_runs import fail_at, merged, run_with
 from torch import Tensor
 
+from benchmarks.tiny_models import tiny_klein
 from simpletune.engine import graphs
+from simpletune.engine.kernels import rotary
 from simpletune.runs.control import GenerateRequest, ask, read_answers
 from simpletune.runs.folder import read_metrics
 from softgpu import levers as softgpu_levers
@@ -170,3 +172,31 @@ def test_a_killed_run_goes_on_with_the_bits_of_a_whole_plain_one(tiny_config: di
     replayed = run_with(config, "auto", speed={"graphs": True})
     assert_same(replayed, plain)
     assert replays[0] > 6
+
+
+@pytest.mark.timeout(900)
+def test_a_run_of_klein_with_its_kernels_is_the_plain_one(
+    tiny_config: dict, tmp_path: Path, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms with positions and SwiGLU run as Triton kernels, within the graph, too."""
+    pipeline = tiny_klein.build(tmp_path / "klein")
+    launched, honest = [0], rotary.CALLS["rms_norm_rotary"]
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        launched[0] += torch.cuda.is_current_stream_capturing()
+        return honest(*arguments, **options)
+
+    monkeypatch.setitem(rotary.CALLS, "rms_norm_rotary", counted)
+    config = merged(
+        tiny_config,
+        device="cuda",
+        model={"family": "klein", "pretrained": str(pipeline), "text_length": 32},
+        data={"resolution": 64},
+        train={"steps": 4},
+        output={"cache": str(tmp_path / "cache")},
+    )
+    config["model"].pop("t5_length")
+    plain = run_with(config, name="plain")
+    replayed = run_with(config, name="replayed", speed={"graphs": True})
+    assert_same(replayed, plain)
+    assert replays == [2, 1] and launched[0] > 0 and not rotary.FALLBACK.failed
