@@ -16,6 +16,7 @@ from tiny_runs import run_on
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks import graphs as script
+from benchmarks.tiny_models import tiny_zimage
 from simpletune.commands.doctor.bench_steps import TINY
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
@@ -215,6 +216,14 @@ def test_every_setting_is_replayed(name: str) -> None:
         assert each["replayed_nodes"] == nodes and each["misuses"] == each["synchronisations"] == 0
         assert each["graph_bytes"] == 0 and each["cudaLaunchKernel"] < first["cudaLaunchKernel"] / 1.3
     assert step.core.graphs is not None and step.core.graphs.off is None
+
+
+def test_z_image_with_its_kernels_is_replayed(tmp_path: Path) -> None:
+    model = f"model.pretrained={tiny_zimage.build(tmp_path / 'zimage')}"
+    step = Step("model.family=zimage", model, "model.text_length=64", "validation.prompts=[]", "data.resolution=64")
+    first, _, captured, replayed = [step.take() for _ in range(4)]
+    assert replayed["replayed_nodes"] == captured["replayed_nodes"] > 300 and replayed["misuses"] == 0
+    assert replayed["cudaLaunchKernel"] < first["cudaLaunchKernel"] / 1.3
 
 
 def test_outside_of_a_lora_s_graph_few_kernels_are_launched() -> None:
