@@ -354,7 +354,8 @@ def test_the_committed_table_is_that_of_the_kernels() -> None:
         source = elementwise.source_hash(elementwise.kernel_of(name))
         assert row_["source"] == source, "simpletune/engine/kernels has changed: make kernels"
     versions = {name.partition(":")[0] for name in TABLE}
-    assert {version.rpartition(".")[0] for version in versions} == {"Triton 3.6", "Triton 3.7"}  # pyproject.toml's
+    minors = {version.rpartition(".")[0] for version in versions}
+    assert minors == {"Triton 3.6", "Triton 3.7", "Triton 3.8", "Triton 3.9"}  # pyproject.toml's
     for version in versions:
         for row in elementwise.rows_of_table():
             assert elementwise.problems(row, TABLE[f"{version}: {row.name}"]) == [], row.name
