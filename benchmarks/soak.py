@@ -64,17 +64,22 @@ OPTIONS: Json = {
 
 @dataclass
 class Watched:
-    """What a process took at most between two points."""
+    """What a process took between two points."""
 
     rss_mib: float = 0.0
+    """At least: what it holds while it trains or waits."""
+    most_mib: float = 0.0
+    """At most: while it validates or saves, if that was seen."""
     descriptors: int = 0
+    """At most, as threads."""
     threads: int = 0
 
     def look(self, process: psutil.Process) -> None:
         """Look at a process, if it still runs."""
         try:
             with process.oneshot():
-                self.rss_mib = max(self.rss_mib, round(process.memory_info().rss / MIB, 1))
+                now = round(process.memory_info().rss / MIB, 1)
+                self.rss_mib, self.most_mib = min(self.rss_mib or now, now), max(self.most_mib, now)
                 self.descriptors = max(self.descriptors, process.num_fds())
                 self.threads = max(self.threads, process.num_threads())
         except psutil.NoSuchProcess:
@@ -101,10 +106,10 @@ class Point:
 
 
 GROWTH: dict[str, tuple[str, Callable[[Point], float], float, float]] = {
-    "memory": ("training, MiB", lambda p: p.train.rss_mib, 8.0, 0.02),
-    "descriptors": ("training, descriptors", lambda p: p.train.descriptors, 0, 0),
+    "memory": ("training, MiB", lambda p: p.train.rss_mib, 4.0, 0.0),
+    "descriptors": ("training, descriptors", lambda p: p.train.descriptors, 1, 0),
     "threads": ("training, threads", lambda p: p.train.threads, 0, 0),
-    "web memory": ("web, MiB", lambda p: p.web.rss_mib, 8.0, 0.02),
+    "web memory": ("web, MiB", lambda p: p.web.rss_mib, 4.0, 0.0),
     "web descriptors": ("web, descriptors", lambda p: p.web.descriptors, 1, 0),
     "web threads": ("web, threads", lambda p: p.web.threads, 1, 0),
     "page": ("page, KiB", lambda p: sum(p.page.values()) / 1024, 4.0, 0.05),
@@ -251,13 +256,14 @@ class Browser:
 
 def page_of(soak: Soak, began: float) -> str:
     """The table as Markdown."""
-    columns = {"step": "step", "seconds": "a step, ms of processor time"} | {
+    columns = {"step": "step", "seconds": "a step, ms of processor time", "most": "training, MiB at most"} | {
         what: title for what, (title, *_) in GROWTH.items()
     }
     rows = {}
     for point in soak.points:
         figures = {what: float(figure(point)) for what, (_, figure, *_) in GROWTH.items()}
-        rows[f"{point.step:,}"] = {"seconds": 1000 * point.seconds, **{k: f"{v:,.0f}" for k, v in figures.items()}}
+        shown = {"seconds": 1000 * point.seconds, "most": round(point.train.most_mib)}
+        rows[f"{point.step:,}"] = shown | {what: f"{value:,.0f}" for what, value in figures.items()}
     grown = soak.grown()
     verdict = "Grown from the second quarter to the last: " + "; ".join(grown) if grown else "Nothing has grown."
     minutes = f"{(time.monotonic() - began) / 60:.0f} min"
@@ -269,8 +275,9 @@ ABOUT = f"""\
 A tiny SD3 of two blocks trains, one of which is streamed from the host for every pass, on 12 pictures in two buckets.
 It validates and saves {VALIDATIONS} times, with loss and pictures, and writes TensorBoard's file and one trace. Beside
 it `simpletune web` shows the run to a browser that stays open, and `simpletune report` writes its report at each of
-these points. Memory, descriptors and threads are the most seen since the point before, every {PERIOD:g} s. glibc gives
-freed memory back at once (`MALLOC_TRIM_THRESHOLD_`); otherwise it keeps up to 64 MiB. The page has all of its parts."""
+these points. Every {PERIOD:g} s both processes are looked at: memory is the least since the point before, descriptors
+and threads the most. glibc gives freed memory back at once (`MALLOC_TRIM_THRESHOLD_`); otherwise it keeps up to 64 MiB.
+The page has all of its parts. Its charts have half as many points again and again, so that it is a saw."""
 
 
 def main(argv: list[str] | None = None) -> int:
