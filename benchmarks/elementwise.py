@@ -35,6 +35,8 @@ TWO = ("scale_2", "shift_2", "out_2", "grad_2")
 SUMS = ("mean", "rstd", "sums")
 WIDE = {"bf16": 2, "fp16": 2, "fp32": 4}
 WIDTHS = {"Medium": 1536, "Large": 2432}
+RMS_WIDTHS = {"Medium": 64, "Z-Image": 3840}
+"""The width of norms without a mean: of a head's queries, and of Z-Image's tokens."""
 ADDED = ("y", "gate", "grad_y")
 USES: dict[str, dict[str, tuple[str, ...]]] = {
     "modulate": {"first": ("y", "gate", "total", *TWO), "added": TWO, "two": ("y", "gate", "total")},
@@ -64,8 +66,8 @@ class Row:
         card: the architecture: 89 for sm_89.
         kernel: its name.
         use: of ``USES``.
-        model: ``Medium`` or ``Large``, whose width it takes; a norm of queries takes that of a head, 64, and SwiGLU a
-            part of any row.
+        model: ``Medium``, ``Large`` or ``Z-Image``, whose width it takes; a norm of Medium's queries takes that of a
+            head, 64, and SwiGLU a part of any row.
         kind: the type of the numbers.
     """
 
@@ -82,12 +84,14 @@ class Row:
 
 
 def rows_of_table() -> Iterator[Row]:
-    """Yield all rows: SD3 Medium in bf16 for each card; other types and widths for one."""
+    """Yield all rows: SD3 Medium in bf16 for each card, and norms of Z-Image; other types and widths for one."""
     every = [(kernel, use) for kernel, uses in USES.items() for use in uses]
     yield from (Row(card, *each, "Medium", "bf16") for card in SHARED_BYTES for each in every)
     yield from (Row(75, *each, "Medium", "fp16") for each in every)
     yield from (Row(89, *each, "Medium", "fp32") for each in every)
     yield from (Row(89, *each, "Large", "bf16") for each in every if _module_of(each[0]) == "adaln_kernels")
+    norms = [each for each in every if _module_of(each[0]) == "rms_kernels"]
+    yield from (Row(card, *each, "Z-Image", "bf16") for card in SHARED_BYTES for each in norms)
 
 
 def measure(row: Row) -> Json:
@@ -101,7 +105,8 @@ def measure(row: Row) -> Json:
     module = import_module(f"simpletune.engine.kernels.{_module_of(row.kernel)}")
     function, constants = getattr(module, f"_{row.kernel}"), dict[str, object]()
     if row.kernel.startswith("norm"):
-        constants, warps = {"ROWS": rows_of(64), "BLOCK": 64}, module.WARPS
+        d = RMS_WIDTHS[row.model]
+        constants, warps = {"ROWS": rows_of(d), "BLOCK": 1 << (d - 1).bit_length()}, module.WARPS
     elif row.kernel.startswith("swiglu"):
         constants, warps = {"BLOCK": module.COLUMNS}, module.WARPS
     else:
@@ -218,7 +223,7 @@ Each cell: registers of a thread, warps of a program, shared memory, and bytes o
 spilled. Nothing ran: these are figures of the machine code. Lines: kernel of `simpletune/engine/kernels`, use, model
 and type of the numbers. *first*: before attention; *added*: after it, with the gated sum; *two*: two modulations of one
 norm, as in SD3.5 Medium; *trained*: with gradients of the modulation or of the norm's weight. `norm` is that of queries
-and keys, `swiglu` takes 1024 numbers of a row, of whichever model.
+and keys, and Z-Image's that of its tokens, 3840 wide; `swiglu` takes 1024 numbers of a row, of whichever model.
 
 `make kernels` fails if one of these breaks a rule: it compiles for each card, sm_75 too; registers within 64 Ki of a
 multiprocessor, shared memory within the card's; at most {SPILLED} bytes spilled; vectors are loaded; no `.ftz`, but in
