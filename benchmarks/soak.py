@@ -69,7 +69,7 @@ class Watched:
     rss_mib: float = 0.0
     """At least: what it holds while it trains or waits."""
     most_mib: float = 0.0
-    """At most: while it validates or saves, if that was seen."""
+    """At most: while it validates or saves."""
     descriptors: int = 0
     """At most, as threads."""
     threads: int = 0
@@ -79,11 +79,19 @@ class Watched:
         try:
             with process.oneshot():
                 now = round(process.memory_info().rss / MIB, 1)
-                self.rss_mib, self.most_mib = min(self.rss_mib or now, now), max(self.most_mib, now)
+                self.rss_mib = min(self.rss_mib or now, now)
                 self.descriptors = max(self.descriptors, process.num_fds())
                 self.threads = max(self.threads, process.num_threads())
         except psutil.NoSuchProcess:
             pass
+
+    def look_back(self, process: psutil.Process) -> None:
+        """Read the most memory since the last call, which Linux keeps for each process until it is told to forget."""
+        place = Path("/proc", str(process.pid))
+        found = re.search(r"VmHWM:\s+(\d+) kB", (place / "status").read_text())
+        assert found is not None
+        self.most_mib = round(int(found[1]) / 1024, 1)
+        (place / "clear_refs").write_text("5")
 
 
 @dataclass
@@ -106,10 +114,13 @@ class Point:
 
 
 GROWTH: dict[str, tuple[str, Callable[[Point], float], float, float]] = {
+    "step": ("a step, ms of processor time", lambda p: 1000 * p.seconds, 0, 0.25),
     "memory": ("training, MiB", lambda p: p.train.rss_mib, 4.0, 0.0),
+    "most memory": ("at most", lambda p: p.train.most_mib, 16.0, 0.0),
     "descriptors": ("training, descriptors", lambda p: p.train.descriptors, 1, 0),
     "threads": ("training, threads", lambda p: p.train.threads, 0, 0),
     "web memory": ("web, MiB", lambda p: p.web.rss_mib, 4.0, 0.0),
+    "most web memory": ("at most", lambda p: p.web.most_mib, 8.0, 0.0),
     "web descriptors": ("web, descriptors", lambda p: p.web.descriptors, 1, 0),
     "web threads": ("web, threads", lambda p: p.web.threads, 1, 0),
     "page": ("page, KiB", lambda p: sum(p.page.values()) / 1024, 4.0, 0.05),
@@ -171,6 +182,8 @@ class Soak:
                 if step - last >= self.steps / POINTS and step < self.steps:  # the last one writes the result
                     times = training.cpu_times()
                     took, used = times.user + times.system - used, times.user + times.system
+                    for process, watched in zip((training, serving), seen, strict=True):
+                        watched.look_back(process)
                     self.points.append(self._point(step, took / (step - last), seen, browser))
                     seen = Watched(), Watched()
                 time.sleep(min(PERIOD, self.steps / POINTS / 100))
@@ -191,6 +204,8 @@ class Soak:
     def grown(self) -> list[str]:
         """Name what grew from the second quarter to the last."""
         quarter = len(self.points) // 4
+        if not quarter:
+            return [f"only {len(self.points)} points were seen, too few to tell: use more steps"]
         found = []
         for what, (_, figure, more, share) in GROWTH.items():
             before = max(figure(point) for point in self.points[quarter : 2 * quarter])
@@ -256,14 +271,11 @@ class Browser:
 
 def page_of(soak: Soak, began: float) -> str:
     """The table as Markdown."""
-    columns = {"step": "step", "seconds": "a step, ms of processor time", "most": "training, MiB at most"} | {
-        what: title for what, (title, *_) in GROWTH.items()
-    }
+    columns = {"": "step"} | {what: title for what, (title, *_) in GROWTH.items()}
     rows = {}
     for point in soak.points:
         figures = {what: float(figure(point)) for what, (_, figure, *_) in GROWTH.items()}
-        shown = {"seconds": 1000 * point.seconds, "most": round(point.train.most_mib)}
-        rows[f"{point.step:,}"] = shown | {what: f"{value:,.0f}" for what, value in figures.items()}
+        rows[f"{point.step:,}"] = {what: f"{value:,.0f}" for what, value in figures.items()}
     grown = soak.grown()
     verdict = "Grown from the second quarter to the last: " + "; ".join(grown) if grown else "Nothing has grown."
     minutes = f"{(time.monotonic() - began) / 60:.0f} min"
@@ -275,9 +287,10 @@ ABOUT = f"""\
 A tiny SD3 of two blocks trains, one of which is streamed from the host for every pass, on 12 pictures in two buckets.
 It validates and saves {VALIDATIONS} times, with loss and pictures, and writes TensorBoard's file and one trace. Beside
 it `simpletune web` shows the run to a browser that stays open, and `simpletune report` writes its report at each of
-these points. Every {PERIOD:g} s both processes are looked at: memory is the least since the point before, descriptors
-and threads the most. glibc gives freed memory back at once (`MALLOC_TRIM_THRESHOLD_`); otherwise it keeps up to 64 MiB.
-The page has all of its parts. Its charts have half as many points again and again, so that it is a saw."""
+these points. Memory is the least that was seen since the point before, every {PERIOD:g} s, and beside it the most that
+Linux noted; descriptors and threads are the most seen. glibc gives freed memory back at once
+(`MALLOC_TRIM_THRESHOLD_`); otherwise it keeps up to 64 MiB. The page has all of its parts. Its charts halve their
+points again and again, so that it is a saw."""
 
 
 def main(argv: list[str] | None = None) -> int:
