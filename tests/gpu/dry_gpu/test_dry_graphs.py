@@ -197,7 +197,10 @@ SETTINGS: dict[str, Sequence[str]] = {
     "OFT": ("adapter.method=oft",),
     "klein": KLEIN,
     "klein, plan": (*KLEIN, "memory.modulation=plan"),
-    **{name: (f"optimizer.name={name}", f"optimizer.lr={1 if name == 'prodigy' else 1e-4}") for name in OPTIMIZERS},
+    **{
+        name: (f"optimizer.name={name}", f"optimizer.lr={1 if name == 'prodigy' else 1e-4}", "schedule.name=constant")
+        for name in OPTIMIZERS
+    },
 }
 
 
@@ -212,9 +215,10 @@ def test_every_setting_is_replayed(name: str) -> None:
     )  # two passes of a step are enough, and none in the first is a graph
     nodes = captured["replayed_nodes"]
     assert nodes > 300 * passes
+    fewer = 1.0 if name in ("adafactor", "adamw_schedule_free") else 1.3  # they update each matrix by itself
     for each in replayed:
         assert each["replayed_nodes"] == nodes and each["misuses"] == each["synchronisations"] == 0
-        assert each["graph_bytes"] == 0 and each["cudaLaunchKernel"] < first["cudaLaunchKernel"] / 1.3
+        assert each["graph_bytes"] == 0 and each["cudaLaunchKernel"] < first["cudaLaunchKernel"] / fewer
     assert step.core.graphs is not None and step.core.graphs.off is None
 
 

@@ -129,7 +129,7 @@ GRAPHS = {
     "graphs OFT": Levers("oft", graphs=True),
     **{
         f"graphs {name}": Levers("full", "bf16", name, graphs=True)
-        for name in ("adafactor", "adamw_bf16", "adamw_schedule_free", "lion8bit", "paged_adamw8bit", "prodigy")
+        for name in ("adafactor", "adamw_schedule_free", "lion8bit", "paged_adamw8bit", "prodigy")
     },
 }
 ALL_GRAPHS = Levers(less=True, window=2, prefetch=True, ahead=1, accumulation=2, graphs=True)
