@@ -93,6 +93,10 @@ class Family(ModelOption):
         """
         raise NotImplementedError
 
+    def rescale(self, guided: Tensor, positive: Tensor) -> Tensor:
+        """Correct a prediction with guidance [b, c, h, w] by that for the prompt alone, as the family does."""
+        return guided
+
     def skipped_steps(self, steps: int, strength: float) -> int:
         """Return how many of the first, noisiest of ``steps`` sampling steps a starting picture skips at a strength,
         with or without a mask; rounded as diffusers' pipelines of flow models do."""

@@ -1,0 +1,85 @@
+"""Trainings of a tiny Qwen-Image: every method, precision and lever."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from simulated import assert_same_bytes
+from tiny_runs import merged, resumed_from, run_with, saved_weights
+
+from simpletune.config.load import validate
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.simulate.simulate_stages import encoder_snapshot, simulate_encoding, simulate_parts
+from simpletune.runs.folder import read_metrics
+from simpletune.stages.step.synthetic import CPU
+
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"method": "lora", "rank": 2}, "dora": {"method": "dora", "rank": 2}, "lokr": {"method": "lokr"},
+    "oft": {"method": "oft"}, "full": {"method": "full"},
+}  # fmt: skip
+STREAMED, PLAN = {"resident_blocks": 1, "checkpointing": "all"}, {"modulation": "plan", "modulation_window": 3}
+NETWORKS: dict[str, Any] = {"checkpointing": "all", "feed_forward": "alone", "keep_attention": "all"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("lora", {"train": {"batch_size": 3}, "validation": {"prompts": ["a dot"], "every": 4, "steps": 2}}),
+    "dora": ("dora", {"adapter": {"targets": "attention_image"}}),
+    "oft": ("oft", {"adapter": {"targets": "attention_mlp"}}),
+    "full": ("full", {}),
+    "int8-streamed": ("lora", {"precision": {"weights": "int8"}, "memory": STREAMED, "train": {"batch_size": 3}}),
+    "nf4-plan": ("lora", {"precision": {"weights": "nf4"}, "memory": PLAN}),
+    "int8-streamed-plan": ("lokr", {"precision": {"weights": "int8"}, "memory": STREAMED | PLAN}),
+}
+"""The method, and what else differs."""
+
+
+def of_case(config: dict[str, Any], case: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    method, changes = case
+    return merged(config | {"adapter": METHODS[method]}, **changes)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_and_resumes_to_the_bit(case: str, qwen_config: dict[str, Any]) -> None:
+    data = of_case(qwen_config, CASES[case])
+    whole = run_with(data)
+    assert all(math.isfinite(row["loss"]) for row in read_metrics(whole))
+    before, after = saved_weights(whole, 2), saved_weights(whole, 4)
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    assert any((before[name] != tensor).any() for name, tensor in after.items())
+    torch.testing.assert_close(saved_weights(resumed_from(whole, data, 2), 4), after, rtol=0, atol=0)
+    if data["validation"]["prompts"]:
+        assert len(list((whole / "samples").rglob("*.png"))) >= 1
+
+
+@pytest.mark.parametrize("memory", [STREAMED, PLAN, NETWORKS], ids=["streamed", "plan", "networks"])
+def test_levers_leave_its_losses(memory: dict[str, Any], qwen_config: dict[str, Any]) -> None:
+    def losses(**memory: object) -> list[float]:
+        run = run_with(qwen_config, memory=memory, train={"batch_size": 2}, checkpoint={"every": None})
+        return [row["loss"] for row in read_metrics(run)]
+
+    assert losses(**memory) == pytest.approx(losses(checkpointing="all"), rel=1e-5)
+
+
+ESTIMATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "two": ("lora", {"train": {"batch_size": 2}}),
+    "dora": ("dora", {"memory": {"checkpointing": "all"}}),
+    "nf4": ("lora", {"precision": {"weights": "nf4"}, "memory": {"checkpointing": "all"}}),
+    "int8-streamed-plan": CASES["int8-streamed-plan"],
+    "boundaries": ("lora", {"memory": {"offload_checkpoint_inputs": True, "checkpointing": "all"}}),
+}
+
+
+@pytest.mark.parametrize("case", ESTIMATED)
+def test_its_step_takes_the_same_bytes_real_and_fake(case: str, qwen_config: dict[str, Any]) -> None:
+    assert_same_bytes(validate(of_case(qwen_config, ESTIMATED[case]), case))
+
+
+def test_its_other_stages_take_the_same_bytes_real_and_fake(qwen_config: dict[str, Any]) -> None:
+    drawn = {"prompts": ["a dot"], "steps": 4, "width": 96, "height": 64, "loss_samples": 1}
+    read = validate(merged(qwen_config, validation=drawn), "stages")
+    stages, model = simulate_parts(read, (96, 64)).stages, read.model
+    (encoder,), vae = model.text.encoders, model.autoencoder.load(CPU, torch.float32)
+    opened = encoder.open(model.files.part("text_encoder"), torch.float32, CPU, None)  # type: ignore[arg-type]
+    assert stages["text"].by_kind == encoder_snapshot(opened, encoder.limit).by_kind
+    assert stages["latents"].by_kind == simulate_encoding(model, vae, (96, 64)).by_kind
