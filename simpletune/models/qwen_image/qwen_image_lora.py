@@ -47,21 +47,36 @@ WIDE = re.compile(r"[._](attn[._]|(img|txt)_(mlp[._]net[._]0|mod))")
 
 NO_ALPHA = Note("rejects alpha tensors under these names: export to diffusers")
 NOT_READ = Note("no key starts with transformer.: convert it first")
+NO_OFT = Note("reads no OFT: merge it into its base instead")
+OWN_NAMES = Note("reads DoRA under its own names alone: export to diffusers")
+WRONG = Note("drops dora_scale, and is wrong without it", Fact.DORA)
 READ = ("kohya", "comfy")  # what diffusers converts, besides its own
+UNREAD = ("peft", "onetrainer", "lycoris")
 VERDICTS = (  # of diffusers by runs of 0.42.1; of ComfyUI by its source
     Verdict((FORGE,), "refuses", (Note("has no Qwen-Image"),)),
+    Verdict((DIFFUSERS,), "refuses", (NO_ALPHA,), layouts=("diffusers", *UNREAD), facts=(Fact.ALPHA,)),
+    Verdict((DIFFUSERS,), "silently nothing", (NO_OFT,), layouts=("onetrainer",), facts=(Fact.OFT,)),
+    Verdict((DIFFUSERS,), "silently nothing", (NOT_READ,), layouts=("onetrainer",), facts=(Fact.LOKR,)),
     FORMS[0],
+    Verdict((DIFFUSERS,), "yes", layouts=("diffusers",), facts=(Fact.DORA, Fact.ALL_MAGNITUDES)),
+    Verdict((DIFFUSERS,), "refuses", (OWN_NAMES,), layouts=READ, facts=(Fact.DORA, Fact.ALL_MAGNITUDES)),
+    Verdict((DIFFUSERS,), "refuses", (OWN_NAMES,), layouts=("bare",),
+            facts=(Fact.DORA, Fact.ALL_MAGNITUDES, Fact.ALPHA)),
+    Verdict((DIFFUSERS,), "yes", (WRONG,), layouts=("diffusers", *READ), facts=(Fact.DORA,)),
+    Verdict((DIFFUSERS,), "yes", (WRONG,), layouts=("bare",), facts=(Fact.DORA, Fact.ALPHA)),
+    Verdict((DIFFUSERS,), "silently nothing", (NOT_READ,), layouts=("bare", *UNREAD), facts=(Fact.DORA,)),
+    Verdict((COMFYUI,), "partly", (UNTESTED, Note("mixes layouts")), layouts=(None,)),
+    Verdict((COMFYUI,), "silently nothing", (UNTESTED, Note("its source names none of these: export to diffusers")),
+            layouts=("peft", "onetrainer")),
     *(row for row in DEPENDENT if row.tools != (FORGE,)),
     ONLY_LORA,
-    Verdict((DIFFUSERS,), "refuses", (NO_ALPHA,), layouts=("diffusers", "peft", "onetrainer"), facts=(Fact.ALPHA,)),
+    Verdict((DIFFUSERS,), "refuses", (Note("{}", Fact.UNMATCHED),), layouts=("kohya",), facts=(Fact.UNMATCHED,)),
     Verdict((DIFFUSERS,), "yes",
             (Note("scales by alpha / rank from the header's settings: {}", Fact.SETTINGS), UNMATCHED),
             layouts=("diffusers", "comfy")),
     Verdict((DIFFUSERS,), "yes", (UNMATCHED,), layouts=("kohya",)),
+    Verdict((DIFFUSERS,), "yes", (UNMATCHED,), layouts=("bare",), facts=(Fact.ALPHA,)),
     Verdict((DIFFUSERS,), "silently nothing", (NOT_READ,)),
-    Verdict((COMFYUI,), "partly", (UNTESTED, Note("mixes layouts")), layouts=(None,)),
-    Verdict((COMFYUI,), "silently nothing", (UNTESTED, Note("its source names none of these: export to diffusers")),
-            layouts=("peft", "onetrainer")),
     Verdict((COMFYUI,), "yes",
             (UNTESTED,
              Note("applies it at scale 1 instead of {}, because it ignores alpha in the header", Fact.IGNORED),

@@ -11,7 +11,6 @@ from simulated import assert_same_bytes
 from tiny_runs import merged, resumed_from, run_with, saved_weights
 
 from simpletune.config.load import validate
-from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import encoder_snapshot, simulate_encoding, simulate_parts
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.synthetic import CPU
