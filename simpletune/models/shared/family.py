@@ -186,17 +186,19 @@ class Family(ModelOption):
         def tensors() -> TensorSource:
             return network.random_tensors(config, seed, part.folder) if random else open_tensors(part)
 
-        def fresh() -> Denoiser:
+        def changed() -> TensorSource:
             source = tensors() if overlay is None else overlay.over(self, part)
-            source = source if random else network.widened(source)
-            return fill_model(network.empty_model(config), source, precision, device, on_host, part.place)
+            return source if random else network.widened(source)
+
+        def fresh() -> Denoiser:
+            return fill_model(network.empty_model(config), changed(), precision, device, on_host, part.place)
 
         if cache is None or random or not precision.cacheable:
             model = fresh()
         else:
             key = None if overlay is None else overlay.key
             cached = QuantisedBase(cache, config, partial(network.empty_model, config), part, precision, device, key)
-            model = cached.load(on_host) or cached.make(on_host, fresh)
+            model = cached.load(on_host) or cached.make(on_host, changed, fresh)
         if sizes is not None:
             # The model keeps this source to read constants again, so it must not hold an overlay's tensors.
             network.fit_to(model, sizes, tensors, precision.compute_dtype())
