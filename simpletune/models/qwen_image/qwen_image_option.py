@@ -66,7 +66,7 @@ class QwenImage(Family):
     flow: ClassVar[FlowConventions] = FlowConventions(time_at_1=1.0, from_one=True)
     words: ClassVar[Words] = Words(
         title="Qwen-Image",
-        pipeline=DiffusersPipeline("QwenImagePipeline", "qwen-image"),
+        pipeline=DiffusersPipeline("QwenImagePipeline", "qwen-image", guidance="true_cfg_scale"),
         resolution=1024,
         guidance=4.0,
         negative_prompt=" ",
