@@ -160,6 +160,7 @@ class Family(ModelOption):
         sizes: Collection[Size] | None = None,
         cache: Path | None = None,
         overlay: Overlay | None = None,
+        mapped: bool = False,
     ) -> Denoiser:
         """Load the frozen model, quantising as it loads, with one layer at a time in host memory.
 
@@ -171,6 +172,7 @@ class Family(ModelOption):
             sizes: (width, height) in pixels of all pictures it will see, for ``fit_to``; None keeps the whole model.
             cache: the root folder of the cache for the quantised base; None disables caching.
             overlay: what ``loras`` names (``runs.stack``); None without any.
+            mapped: whether what stays in host memory stays in the pages of the cache's files.
 
         Raises:
             UserError: weights are missing or do not match the config.
@@ -198,7 +200,7 @@ class Family(ModelOption):
         else:
             key = None if overlay is None else overlay.key
             cached = QuantisedBase(cache, config, partial(network.empty_model, config), part, precision, device, key)
-            model = cached.load(on_host) or cached.make(on_host, changed, fresh)
+            model = cached.load(on_host, mapped) or cached.make(on_host, changed, fresh, mapped)
         if sizes is not None:
             # The model keeps this source to read constants again, so it must not hold an overlay's tensors.
             network.fit_to(model, sizes, tensors, precision.compute_dtype())

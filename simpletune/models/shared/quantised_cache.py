@@ -95,16 +95,21 @@ class QuantisedBase:
         self._what = f"base    {self.made_from['precision']['weights']} weights"
         self._place = part.place
 
-    def load(self, on_host: Callable[[str], bool], known: bool = False) -> Denoiser | None:
-        """Load the frozen denoiser; return None if the entry is missing or damaged, and log damage. ``known``: it was
-        written just now, so its bytes need no check."""
+    def load(self, on_host: Callable[[str], bool], mapped: bool = False, known: bool = False) -> Denoiser | None:
+        """Load the frozen denoiser; return None if the entry is missing or damaged, and log damage.
+
+        Args:
+            on_host: whether the module of a given name stays in host memory.
+            mapped: whether the tensors of these stay in the pages of the files.
+            known: whether it was written just now, so that its bytes need no check.
+        """
         if not self.folder.is_dir():
             return None
         try:
             files = files_of(self.folder)
             if not known:
                 self._check_bytes(files)
-            model = self._read(list(files), on_host)
+            model = self._read(list(files), on_host, mapped)
         except (_DamagedBase, UserError, OSError, SafetensorError) as error:
             damage = f"{self._what} in {self.folder} are damaged: {error}"
             try:
@@ -120,7 +125,11 @@ class QuantisedBase:
         return model
 
     def make(
-        self, on_host: Callable[[str], bool], tensors: Callable[[], TensorSource], fresh: Callable[[], Denoiser]
+        self,
+        on_host: Callable[[str], bool],
+        tensors: Callable[[], TensorSource],
+        fresh: Callable[[], Denoiser],
+        mapped: bool = False,
     ) -> Denoiser:
         """Quantise the denoiser part by part into the cache, and load it from there. Of several runs the first does,
         the others wait.
@@ -129,17 +138,25 @@ class QuantisedBase:
             on_host: as for ``load``.
             tensors: opens the full-precision weights.
             fresh: quantises all of them in memory, for processes that do not write, and where nothing can be written.
+            mapped: as for ``load``; every process then waits for the files.
 
         Raises:
-            UserError: weights are missing, or do not match the configuration.
+            UserError: weights are missing, or do not match the configuration, or nothing can be written and mapped.
         """
-        if not is_first_process():  # only the first process writes
+        if not is_first_process() and not mapped:  # only the first process writes
             return fresh()
         with wait_for_lock(lock_of(self.folder), f"{self._what}: waiting for another run to quantise this model"):
-            if (found := self.load(on_host)) is not None:
+            if (found := self.load(on_host, mapped)) is not None:
                 return found
             written = self.write(tensors())
-        return (self.load(on_host, known=True) if written else None) or fresh()
+        if (found := self.load(on_host, mapped, known=True) if written else None) is not None:
+            return found
+        if mapped:
+            raise UserError(
+                f"memory.host_weights: mapped, but the quantised base is not in {self.folder}. Free some space, or set "
+                "output.cache to another disk"
+            )
+        return fresh()
 
     def write(self, tensors: TensorSource) -> bool:
         """Quantise the weights and write them; if that fails, log why and return False."""
@@ -248,7 +265,7 @@ class QuantisedBase:
             put_module(model, name, quantised_layer(model, name, self._precision))
         return model
 
-    def _read(self, files: list[Path], on_host: Callable[[str], bool]) -> Denoiser:
+    def _read(self, files: list[Path], on_host: Callable[[str], bool], mapped: bool) -> Denoiser:
         """Load each tensor from the mapped files."""
         names = {name for name, _ in self._empty().named_modules()}
         model, reader = self._shaped(), WeightReader(files)
@@ -258,8 +275,10 @@ class QuantisedBase:
         tensors = {}
         for name, shaped in expected.items():
             value = reader.get(name)
-            on = on_host(_owner(name, names))
-            tensors[name] = host_copy(value) if on else to_device(value, self._device)
+            if on_host(_owner(name, names)):
+                tensors[name] = value if mapped else host_copy(value)
+            else:
+                tensors[name] = to_device(value, self._device)
             if tensors[name].shape != shaped.shape:
                 raise _DamagedBase(f"{FILE}: {name} has shape {list(tensors[name].shape)}, not {list(shaped.shape)}")
         model.load_state_dict(tensors, assign=True)

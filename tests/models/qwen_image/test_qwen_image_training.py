@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from simulated import assert_same_bytes
 from tiny_runs import merged, resumed_from, run_with, saved_weights
 
 from simpletune.config.load import validate
+from simpletune.engine.denoiser import model_units
+from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.estimate.simulate.simulate_stages import encoder_snapshot, simulate_encoding, simulate_parts
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.synthetic import CPU
+from simpletune.system.options import ConfigError
 
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"method": "lora", "rank": 2}, "dora": {"method": "dora", "rank": 2}, "lokr": {"method": "lokr"},
@@ -29,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8-streamed": ("lora", {"precision": {"weights": "int8"}, "memory": STREAMED, "train": {"batch_size": 3}}),
     "nf4-plan": ("lora", {"precision": {"weights": "nf4"}, "memory": PLAN}),
     "int8-streamed-plan": ("lokr", {"precision": {"weights": "int8"}, "memory": STREAMED | PLAN}),
+    "int8-mapped": ("lora", {"precision": {"weights": "int8"}, "memory": STREAMED | PLAN | {"host_weights": "mapped"}}),
 }
 """The method, and what else differs."""
 
@@ -60,11 +65,51 @@ def test_levers_leave_its_losses(memory: dict[str, Any], qwen_config: dict[str, 
     assert losses(**memory) == pytest.approx(losses(checkpointing="all"), rel=1e-5)
 
 
+def test_mapped_weights_give_the_bits_of_pinned_ones_and_stay_in_their_files(
+    qwen_config: dict[str, Any], tmp_path: Path
+) -> None:
+    """With weights of several files, too."""
+    data = of_case(qwen_config, CASES["int8-mapped"])
+    data["output"] = data["output"] | {"cache": str(tmp_path / "cache")}
+    losses = {}
+    for kind in ("mapped", "pinned"):
+        run = run_with(data, memory=data["memory"] | {"host_weights": kind})
+        losses[kind] = [row["loss"] for row in read_metrics(run)], saved_weights(run, 4)
+    assert losses["mapped"][0] == losses["pinned"][0]
+    torch.testing.assert_close(losses["mapped"][1], losses["pinned"][1], rtol=0, atol=0)
+
+    read = validate(data, "mapped")
+    model, precision = read.model, read.precision
+    whole = model.load_denoiser(precision, CPU, on_host=lambda name: True, cache=tmp_path / "cache", mapped=True)
+    (folder,) = (each for each in (tmp_path / "cache" / "quantised").iterdir() if each.is_dir())
+    (file,) = folder.glob("*.safetensors")
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
+    spans = [range(*(int(end, 16) for end in line[0].split("-"))) for line in maps]
+    places = [tensor.data_ptr() for tensor in whole.state_dict().values() if tensor.numel()]
+    assert places and all(any(place in span for span in spans) for place in places)
+    offload = BlockOffload(model_units(whole), [0, 1, 2], CPU, mapped=True)
+    assert {home.data_ptr() for block in offload.homes.values() for home in block.at_home.values()} < set(places)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"memory": {"cache_quantised": False, "resident_blocks": 0}}, "memory.cache_quantised is false"),
+     ({"memory": {"modulation": "resident"}}, "no weights stay in host memory"),
+     ({"precision": {"weights": "bf16"}, "memory": {"resident_blocks": 0}}, "precision.weights is bf16. Use int8 or"),
+     ({"model": {"init": "random"}, "memory": {"resident_blocks": 0}}, "model.init random")],
+)  # fmt: skip
+def test_mapped_weights_need_a_file(changes: dict[str, Any], words: str, qwen_config: dict[str, Any]) -> None:
+    data = merged(qwen_config, memory={"host_weights": "mapped", "checkpointing": "all"}, precision={"weights": "int8"})
+    with pytest.raises(ConfigError, match=f"memory.host_weights: .*{words}"):
+        validate(merged(data, **changes), "mapped")
+
+
 ESTIMATED: dict[str, tuple[str, dict[str, Any]]] = {
     "two": ("lora", {"train": {"batch_size": 2}}),
     "dora": ("dora", {"memory": {"checkpointing": "all"}}),
     "nf4": ("lora", {"precision": {"weights": "nf4"}, "memory": {"checkpointing": "all"}}),
     "int8-streamed-plan": CASES["int8-streamed-plan"],
+    "int8-mapped": CASES["int8-mapped"],
     "boundaries": ("lora", {"memory": {"offload_checkpoint_inputs": True, "checkpointing": "all"}}),
 }
 

@@ -295,7 +295,7 @@ def test_another_run_that_was_first_is_left_as_it_is(model: SD3, cache: Path, ca
     (folder,) = folders(cache)
     sums = (folder / quantised_cache.ABOUT).read_bytes()
     capsys.readouterr()
-    monkeypatch.setattr(quantised_cache.QuantisedBase, "load", lambda self, on_host, known=False: None)
+    monkeypatch.setattr(quantised_cache.QuantisedBase, "load", lambda self, on_host, mapped=False, known=False: None)
     assert_equal_models(model.load_denoiser(Int8(), CPU, cache=cache), first)
     assert "cached in" in capsys.readouterr().out and folders(cache) == [folder]
     assert (folder / quantised_cache.ABOUT).read_bytes() == sums
