@@ -3,12 +3,13 @@
 SHELL := /usr/bin/env bash
 PY := .venv/bin/python
 BENCHMARK_TESTS := tests/benchmarks tests/data/storage/test_remote_cache.py tests/commands/doctor tests/docs/test_readme.py
+TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quality style test durations flaky slow gpu dry host softgpu kernels pages coverage torture \
-	torture-together web screens pictures compare predictions shapes docs map mutants canary image tiny-sd3 \
-	tiny-sdxl tiny-sdxl-flow tiny-encoders clean
+	torture-together soak web screens pictures compare predictions shapes docs map mutants canary image tiny-sd3 \
+	tiny-sdxl tiny-sdxl-flow tiny-klein tiny-encoders clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,12 +58,11 @@ host:  ## processor seconds of a step on the host, beside diffusers and peft, on
 	rm -f benchmarks/results/cpu/host.json
 	PYTHONPATH=. $(PY) -m benchmarks host
 
-kernels: setup  ## compile the Triton kernels for several cards with two versions of Triton, check the code; 25 min on 2 busy cores
-	test -d .venv-triton36/triton || $(PY) -m pip install --no-deps --target .venv-triton36 triton==3.6.0
-	$(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
-	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks kernels --out benchmarks/results/kernels --minutes 60
-	$(PY) -m benchmarks elementwise --out benchmarks/results/kernels --minutes 60
-	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks elementwise --out benchmarks/results/kernels --minutes 60
+kernels: setup  ## compile the Triton kernels for several cards with four versions of Triton, check the code; 50 min on 2 busy cores
+	for version in $(TRITONS); do test -d .venv-triton$$version/triton || \
+		$(PY) -m pip install --no-deps --target .venv-triton$$version triton==$$version || exit 1; done
+	for version in $(TRITONS); do for grid in kernels elementwise; do PYTHONPATH=.venv-triton$$version \
+		$(PY) -m benchmarks $$grid --out benchmarks/results/kernels --minutes 60 || exit 1; done; done
 
 softgpu:  ## run the GPU path with values and races on a GPU in software (docs/explanation/without-a-gpu.md); needs .venv-cuda; 25 min on 2 cores beside some work (27 November 2026)
 	PYTHONPATH=. tests/gpu/softgpu/run python -m pytest -m softgpu -n 2 tests/gpu/softgpu
@@ -84,6 +84,9 @@ torture: setup  ## kill runs 50 times at named and random moments, attack their 
 
 torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 times, even while they prepare; 6 min on 2 cores (27 November 2026); 5 of them with one that is stopped, one that hangs, or torchrun killed
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests/support $(PY) tests/trainings/torture_together.py
+
+soak: setup  ## train 20,000 steps of a tiny model with the page open, and look whether memory, descriptors, threads, page or report grow; SOAK_TIME
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.soak
 
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 2 min 20 s on 2 cores (27 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m "slow or not slow" --timeout 900 tests/apps/test_browser.py tests/apps/web/test_web_browser.py
@@ -131,6 +134,9 @@ tiny-sdxl: setup  ## train the UNet of the bundled tiny Stable Diffusion XL from
 
 tiny-sdxl-flow: setup  ## train the bundled tiny Stable Diffusion XL on by rectified flow, and a LoRA on the result; 17 min on one thread of a busy machine (4 min of it computing), resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sdxl_flow
+
+tiny-klein: setup  ## train the transformer of the bundled tiny FLUX.2 klein from scratch; 13 min of steps on one thread (29 November 2026), and their evaluations; resumable
+	$(PY) -m benchmarks.tiny_models.make_tiny_klein
 
 tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from scratch; 30 min on one thread of a busy machine
 	$(PY) -m benchmarks.tiny_models.train_tiny_encoders

@@ -29,6 +29,7 @@ GRIDS: dict[str, Grid] = {
         ("rows", "card", "predict"),
     ),
     "host": Grid("processor seconds of a step on the host, by cause, beside diffusers and peft, on a simulated card"),
+    "h100": Grid("seconds of the steps measured on an H100, predicted again with the launches of its host"),
     "peaks": Grid(
         "peak memory that a peer measured, beside ours predicted and diffusers with peft on a simulated card"
     ),
@@ -36,6 +37,9 @@ GRIDS: dict[str, Grid] = {
     "quality": Grid("what precisions, adapters and memory levers cost in quality, on the tiny SD3", JUDGED),
     "recipe": Grid("what the demo's training reaches over its steps, five seeds each, on the tiny models", JUDGED),
     "inpainting": Grid("whether a plain UNet learns to inpaint, on the tiny SDXL", ("rows", "prompts")),
+    "sliders": Grid(
+        "whether a slider from prompts alone changes size and nothing else, on the tiny SD3", ("rows", "prompts")
+    ),
     "choice": Grid("whether the chosen checkpoint is better than the last one, on the tiny SD3", (*JUDGED, "set")),
     "inference": Grid(
         "seconds, memory and cost of a picture, compared with plain diffusers",
@@ -72,7 +76,7 @@ GRIDS: dict[str, Grid] = {
 }
 """The grids by their modules' names."""
 RESULTS = Path("benchmarks/results")
-OUT = {"dry": RESULTS, "cards": Path("docs/reference")}  # dry: a folder per card
+OUT = {"dry": RESULTS, "cards": Path("docs/reference"), "h100": RESULTS / "gpu-h100"}  # dry: a folder per card
 
 
 def price(text: str) -> tuple[str, float]:

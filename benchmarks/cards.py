@@ -21,8 +21,9 @@ import numpy as np
 from benchmarks.table import table
 from simpletune.commands.doctor.bench import RUNS, CardFile, read_card_file
 from simpletune.estimate.timing import datasheet
-from simpletune.estimate.timing.datasheet import PRODUCTS, DatasheetSpeeds
+from simpletune.estimate.timing.datasheet import NARROW, PRODUCTS, DatasheetSpeeds
 from simpletune.estimate.timing.sections import StreamWork
+from simpletune.estimate.timing.speeds import HostSpeeds
 from simpletune.estimate.timing.timeline import step_seconds
 from simpletune.system.atomic import write_text
 from simpletune.system.console import say
@@ -36,7 +37,8 @@ TOWARDS = 0.05  # how strongly a fit is drawn to today's constants, which few ru
 STEP = 0.01  # of a constant's logarithm, for slopes
 COLUMNS = {
     "what": "card, run", "predicted_mib": "predicted peak, MiB", "measured_mib": "measured, MiB", "memory": "error",
-    "predicted_seconds": "predicted s/step", "seconds": "measured", "time": "measured / predicted", "left_out": "",
+    "predicted_seconds": "predicted s/step", "seconds": "measured", "least": "least", "time": "measured / predicted",
+    "core": "core, after / before", "left_out": "",
 }  # fmt: skip
 ABOUT = """\
 # Measured on users' cards
@@ -56,12 +58,12 @@ class Sample:
     """A measured step, and its recorded work."""
 
     card: Card
-    core: float
+    host: HostSpeeds
     sections: Sequence[StreamWork]
     seconds: float
 
     def predicted(self) -> float:
-        return step_seconds(self.sections, DatasheetSpeeds(self.card, self.core)).seconds
+        return step_seconds(self.sections, DatasheetSpeeds(self.card, self.host)).seconds
 
 
 def run(out: Path, folder: Path = FOLDER) -> Path:
@@ -112,11 +114,13 @@ def page(files: Sequence[CardFile], samples: Sequence[Sample]) -> str:
         versions = ", ".join(f"{name} {said_by.get(name) or 'unknown'}" for name in ("driver", "torch", "simpletune"))
         lines.append(f"- {file.card}, {size:.1f} GiB: {file.date}, {file.system}, {versions}")
         for run in file.runs:
-            row = run.model_dump(exclude={"name"})
+            row = run.model_dump(exclude={"name", "host", "host_after"})
             if run.predicted_mib and run.measured_mib:
                 row["memory"] = round(run.predicted_mib / run.measured_mib - 1, 4)
             if run.predicted_seconds and run.seconds:
                 row["time"] = round(run.seconds / run.predicted_seconds, 3)
+            if run.host and run.host_after:
+                row["core"] = round(run.host_after.core / run.host.core, 2)
             rows[f"{file.file_name.removesuffix('.json')}: {run.name}"] = row
     lines += ["", *table(COLUMNS, rows)]
     if scales := fitted(samples):
@@ -147,7 +151,7 @@ def samples_of(files: Iterable[CardFile]) -> list[Sample]:
         major, minor = file.capability or [0, 0]
         card = card_named_by_driver(file.card, file.memory_bytes or 0, (major, minor))
         found += [
-            Sample(card, file.core, recorded(run.name, (major, minor)), run.seconds)
+            Sample(card, run.host or HostSpeeds(core=file.core), recorded(run.name, (major, minor)), run.seconds)
             for run in file.runs
             if run.seconds and run.name in RUNS and card.tflops is not None
         ]
@@ -169,7 +173,7 @@ def fitted(samples: Sequence[Sample]) -> Scales:
     if not samples:
         return {}
     cards = {("PRODUCTS", key_of(sample.card)) for sample in samples}
-    kernels = {("ATTENTION", DatasheetSpeeds(sample.card).attention("fp16")) for sample in samples}
+    kernels = {("ATTENTION", DatasheetSpeeds(sample.card).attention("fp16", NARROW)) for sample in samples}
     names = [*sorted(cards), *sorted(kernels), *((name, "") for name in SHARED)]
     found = np.zeros(len(names))
 

@@ -67,7 +67,7 @@ class Job:
     @property
     def sample_bytes(self) -> int:
         """Bytes that a cached sample takes on disk: its latents and its prompt."""
-        model, side = self.config.model, self.config.data.resolution
+        model, side = self.config.model, self.config.resolution
         latent = math.prod(model.autoencoder.shape(side, side)) * LATENT_BYTES
         return latent + model.text.tokens * model.text.width * self.config.precision.encoder_dtype().itemsize
 

@@ -71,12 +71,25 @@ SD15: Json = SD3 | {"model": {"family": "sd15", "pretrained": f"{INPUTS}/sd15"},
 SD2: Json = SD15 | {"model": {"family": "sd15", "pretrained": f"{INPUTS}/sd2"}}
 SDXL: Json = SD15 | {"model": {"family": "sdxl", "pretrained": f"{INPUTS}/sdxl"}}
 KLEIN: Json = SD15 | {"model": {"family": "klein", "pretrained": f"{INPUTS}/klein", "text_length": 64}}
+ZIMAGE: Json = SD15 | {"model": {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64}}
 
 
 def rows() -> dict[str, Row]:
     """Every row by its name."""
     found: dict[str, Row] = {}
-    for group in (_adapters, _text, _precisions, _optimizers, _objectives, _unets, _klein, _levers, _data, _runs):
+    for group in (
+        _adapters,
+        _text,
+        _precisions,
+        _optimizers,
+        _objectives,
+        _unets,
+        _klein,
+        _zimage,
+        _levers,
+        _data,
+        _runs,
+    ):
         for name, row in group():
             assert name not in found, name
             found[name] = row
@@ -231,6 +244,15 @@ def _klein() -> Named:
         "klein, full",
         Row("FLUX.2 klein from scratch", KLEIN | {"model": started, "adapter": FULL, "optimizer": SLOW}),
     )
+
+
+def _zimage() -> Named:
+    yield "zimage, LoRA", Row("Z-Image", ZIMAGE | {"train": {"steps": 2, "batch_size": 2}}, draws=True)
+    turbo: Json = {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64, "turbo": True}
+    lean = {"modulation": "plan", "checkpointing": "all", "resident_blocks": 1}
+    yield "zimage, int8", Row("Z-Image", ZIMAGE | {"model": turbo, "precision": INT8, "memory": lean})
+    started: Json = {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64, "init": "random"}
+    yield "zimage, full", Row("Z-Image from scratch", ZIMAGE | {"model": started, "adapter": FULL, "optimizer": SLOW})
 
 
 def _levers() -> Named:

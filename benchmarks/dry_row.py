@@ -105,7 +105,7 @@ def latents(config: TrainConfig) -> None:
     """Encode two pictures, because the first one's attention allocates cuBLAS's workspace."""
     import torch
 
-    side, vae = config.data.resolution, empty_vae(config)
+    side, vae = config.resolution, empty_vae(config)
     with torch.no_grad():
         for _ in range(2):
             config.model.autoencoder.encode(vae, torch.zeros(1, 3, side, side, device="cuda"))
@@ -119,7 +119,7 @@ def train(config: TrainConfig) -> tuple[Any, Any]:  # the core and its batches
     from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
     from simpletune.stages.step.train_step import assemble
 
-    device, side = torch.device("cuda"), config.data.resolution
+    device, side = torch.device("cuda"), config.resolution
     transformer = empty_base(config.model, config.memory, config.precision, device, [(side, side)])
     core = assemble(config, transformer, SingleProcess(device))
     batches = SyntheticBatches(config, core, device=device)

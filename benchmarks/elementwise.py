@@ -1,4 +1,4 @@
-"""``elementwise``: compile the kernels for norms, gates and residuals for several architectures.
+"""``elementwise``: compile the kernels for norms, gates, residuals and activations for several architectures.
 
 It works like kernels.py for int8. But results need not equal the CPU's bit for bit, so multiply-adds may be fused, and
 Turing is included.
@@ -10,6 +10,7 @@ import ast
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from benchmarks import kernels
@@ -19,13 +20,17 @@ from simpletune.system.console import say
 from simpletune.system.options import Json, UserError
 
 FOLDER = Path(__file__).resolve().parent.parent / "simpletune" / "engine" / "kernels"
-SOURCES = tuple(FOLDER / name for name in ("adaln_kernels.py", "rms_kernels.py", "sizes.py"))
+MODULES = {"norm": "rms_kernels", "swiglu": "swiglu_kernels"}
+"""Modules by the beginning of their kernels' names; the others are in ``adaln_kernels``."""
 DECIDES = ("block_of", "rows_of")
 """Functions besides the kernels on which the compiled code depends."""
 COMMITTED = kernels.COMMITTED.with_name("elementwise.json")
 SHARED_BYTES = {75: 64 * 1024, **SHARED}
 COLUMNS = {"what": "", "registers": "registers", "stack": "spilled, bytes", "shared": "shared memory, bytes"}
-PLAIN = ("x", "y", "gate", "scale", "shift", "total", "out", "grad", "grad_total", "grad_x", "grad_y", "weight")
+PLAIN = (
+    "x", "y", "gate", "value", "scale", "shift", "total", "out", "grad", "grad_total", "grad_x", "grad_y", "grad_gate",
+    "grad_value", "weight",
+)  # fmt: skip
 TWO = ("scale_2", "shift_2", "out_2", "grad_2")
 SUMS = ("mean", "rstd", "sums")
 WIDE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -44,6 +49,8 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
     "gate_backward": {"plain": ("y", "sums"), "trained": ()},
     "norm": {"plain": ()},
     "norm_backward": {"plain": ("sums",), "trained": ()},
+    "swiglu": {"plain": ()},
+    "swiglu_backward": {"plain": ()},
 }
 """By kernel and use, the arguments that are None: *first*, before attention; *added*, after it; *two* modulations of
 one norm (SD3.5); *trained*, with gradients of the modulation or of the norm's weight."""
@@ -57,7 +64,8 @@ class Row:
         card: the architecture: 89 for sm_89.
         kernel: its name.
         use: of ``USES``.
-        model: ``Medium`` or ``Large``, whose width it takes; a norm of queries takes that of a head, 64.
+        model: ``Medium`` or ``Large``, whose width it takes; a norm of queries takes that of a head, 64, and SwiGLU a
+            part of any row.
         kind: the type of the numbers.
     """
 
@@ -79,7 +87,7 @@ def rows_of_table() -> Iterator[Row]:
     yield from (Row(card, *each, "Medium", "bf16") for card in SHARED_BYTES for each in every)
     yield from (Row(75, *each, "Medium", "fp16") for each in every)
     yield from (Row(89, *each, "Medium", "fp32") for each in every)
-    yield from (Row(89, *each, "Large", "bf16") for each in every if not each[0].startswith("norm"))
+    yield from (Row(89, *each, "Large", "bf16") for each in every if _module_of(each[0]) == "adaln_kernels")
 
 
 def measure(row: Row) -> Json:
@@ -88,15 +96,16 @@ def measure(row: Row) -> Json:
     from triton.compiler import ASTSource, compile
     from triton.errors import TritonError
 
-    from simpletune.engine.kernels import adaln_kernels, rms_kernels
     from simpletune.engine.kernels.sizes import ROWS, rows_of
 
-    function = getattr(rms_kernels if row.kernel.startswith("norm") else adaln_kernels, f"_{row.kernel}")
+    module = import_module(f"simpletune.engine.kernels.{_module_of(row.kernel)}")
+    function, constants = getattr(module, f"_{row.kernel}"), dict[str, object]()
     if row.kernel.startswith("norm"):
-        constants: dict[str, object] = {"ROWS": rows_of(64), "BLOCK": 64}
-        warps = rms_kernels.WARPS
+        constants, warps = {"ROWS": rows_of(64), "BLOCK": 64}, module.WARPS
+    elif row.kernel.startswith("swiglu"):
+        constants, warps = {"BLOCK": module.COLUMNS}, module.WARPS
     else:
-        block, warps = adaln_kernels.block_of(WIDTHS[row.model])
+        block, warps = module.block_of(WIDTHS[row.model])
         constants = {"BLOCK": block, "TOKENS": ROWS if "trained" in row.use else 1}
     names = function.arg_names
     types = dict.fromkeys(names, "i32") | dict.fromkeys((*PLAIN, *TWO), f"*{row.kind}") | dict.fromkeys(SUMS, "*fp32")
@@ -105,7 +114,9 @@ def measure(row: Row) -> Json:
     constants = {name: value for name, value in constants.items() if name in names}
     types = {name: "constexpr" if name in constants else types[name] for name in names}
     place = {name: (number,) for number, name in enumerate(names)}
-    aligned = [name for name, kind in types.items() if kind[0] == "*" or name in ("d", "step")]
+    aligned = [
+        name for name, kind in types.items() if kind[0] == "*" or name in ("d", "step") or name.endswith("_step")
+    ]
     source = ASTSource(
         function, types, {place[name]: value for name, value in constants.items()},
         {place[name]: [["tt.divisibility", 16]] for name in aligned},
@@ -128,6 +139,15 @@ def measure(row: Row) -> Json:
     }
 
 
+def _module_of(kernel: str) -> str:
+    return MODULES.get(kernel.partition("_")[0], "adaln_kernels")
+
+
+def kernel_of(name: str) -> str:
+    """Return the kernel of a row of the table."""
+    return name.partition(": ")[2].split()[1]
+
+
 def problems(row: Row, found: Json) -> list[str]:
     """List the rules that a compiled row breaks."""
     if "fails" in found:
@@ -141,16 +161,16 @@ def problems(row: Row, found: Json) -> list[str]:
         broken.append(f"{found['stack']} bytes spilled, more than {SPILLED}")
     if not found["wide"]:
         broken.append("loads are not vectors")
-    if found["flushed"]:
+    if found["flushed"] and _module_of(row.kernel) != "swiglu_kernels":  # see kernels.py
         broken.append(".ftz: small numbers are lost")
     return broken
 
 
-def source_hash() -> str:
-    """Hash the source of the compiled code, without comments, docstrings and layout; needs no Triton."""
+def source_hash(kernel: str) -> str:
+    """Hash the source of a kernel's compiled code, without comments, docstrings and layout; needs no Triton."""
     parts = []
-    for source in SOURCES:
-        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+    for name in (_module_of(kernel), "sizes"):
+        for node in ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8")).body:
             decides = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.Tuple)
             if isinstance(node, ast.FunctionDef) and (node.decorator_list or node.name in DECIDES):
                 node.body = node.body[ast.get_docstring(node) is not None :]
@@ -169,12 +189,12 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
         import triton
     except ImportError:
         raise UserError("elementwise: Triton is not installed. Use: pip install triton") from None
-    results, source = Results(folder / "elementwise", COLUMNS), source_hash()
-    results.rows = {name: row for name, row in results.rows.items() if row["source"] == source}
+    results = Results(folder / "elementwise", COLUMNS)
+    results.rows = {name: row for name, row in results.rows.items() if row["source"] == source_hash(kernel_of(name))}
     rows = {f"Triton {triton.__version__}: {row.name}": row for row in rows_of_table()}
     for name, row in results.missing(rows, minutes, only):
         found = measure(row)
-        results.add(name, found | {"source": source})
+        results.add(name, found | {"source": source_hash(row.kernel)})
         say(f"kernel  {name}: {found.get('fails') or _cell(found)}")
     found_in = ((name, row) for name, row in rows.items() if name in results.rows)
     broken = [f"  {name}: {problem}" for name, row in found_in for problem in problems(row, results.rows[name])]
@@ -198,7 +218,8 @@ Each cell: registers of a thread, warps of a program, shared memory, and bytes o
 spilled. Nothing ran: these are figures of the machine code. Lines: kernel of `simpletune/engine/kernels`, use, model
 and type of the numbers. *first*: before attention; *added*: after it, with the gated sum; *two*: two modulations of one
 norm, as in SD3.5 Medium; *trained*: with gradients of the modulation or of the norm's weight. `norm` is that of queries
-and keys.
+and keys, `swiglu` takes 1024 numbers of a row, of whichever model.
 
 `make kernels` fails if one of these breaks a rule: it compiles for each card, sm_75 too; registers within 64 Ki of a
-multiprocessor, shared memory within the card's; at most {SPILLED} bytes spilled; vectors are loaded; no `.ftz`."""
+multiprocessor, shared memory within the card's; at most {SPILLED} bytes spilled; vectors are loaded; no `.ftz`, but in
+the exponential of `swiglu`, where the flushed numbers are lost beside 1."""

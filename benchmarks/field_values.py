@@ -24,8 +24,11 @@ SD15: Json = SD3 | {
     "model": {"family": "sd15", "pretrained": f"{INPUTS}/sd15"},
     "data": {"path": f"{INPUTS}/flat", "resolution": 64},
 }
+SLIDER: Json = {"target": "a picture", "positive": "a red picture", "negative": "a striped picture"}
+CONCEPT: Json = SD3 | {"data": None, "concept": {"directions": [SLIDER], "resolutions": [32], "drawing_steps": 4}}
 SDXL: Json = SD15 | {"model": {"family": "sdxl", "pretrained": f"{INPUTS}/sdxl"}}
 KLEIN: Json = SD15 | {"model": {"family": "klein", "pretrained": f"{INPUTS}/klein", "text_length": 64}}
+ZIMAGE: Json = SD15 | {"model": {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64}}
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def tags() -> Iterator[Group]:
         yield Group(owner, "", SD3, {name: Row(default, "The default, beside which the others are compared.")})
     for owner, data in (("Table", table), ("Stream", stream), ("MultiSource", several)):
         yield Group(owner, "data", SD3, {"source": Row(data, "plan")})
-    for owner, base in (("SD15", SD15), ("SDXL", SDXL), ("Klein", KLEIN)):
+    for owner, base in (("SD15", SD15), ("SDXL", SDXL), ("Klein", KLEIN), ("ZImage", ZIMAGE)):
         yield Group(owner, "model", SD3 | {"data": base["data"]}, {"family": Row(base["model"], "loss")})
     for owner in ("Dora", "Full", "Partial", "Lokr", "Loha", "Oft"):
         yield Group(owner, "adapter", SD3, {"method": Row({"method": owner.lower()}, "file")})
@@ -166,6 +169,8 @@ GROUPS: list[Group] = [
         "about": Row("words", "Words for people, which check prints."),
         "name": Row("other", "file"),
         "device": Row("auto", "Needs a GPU: on a machine without one, cpu is left."),
+        "data": Row({"path": f"{INPUTS}/striped", "resolution": 32}, "plan"),
+        "concept": Row(None, "A run has it in place of data, so no other run lacks it alone."),
         "ema": Row({"decay": 0.01}, "file"),
     }),
     Group("SD3", "model", SD3, {
@@ -210,6 +215,17 @@ GROUPS: list[Group] = [
         "text_length": Row(80, "loss"),
         "distilled": Row(True, "Allows a model that is refused otherwise: tests/models/flux2/test_klein_files.py."),
     }),
+    Group("ZImage", "model", ZIMAGE, {
+        "pretrained": Row(f"{INPUTS}/zimage_other", "loss"),
+        "revision": Row("main", "Names what is downloaded from the Hub; a folder has one version."),
+        "init": Row("random", "loss", {"adapter": FULL, "optimizer": SLOW}),
+        "loras": Row([START], "loss"),
+        "transformer": Row(f"{INPUTS}/zimage_other", "loss"),
+        "vae": Row(f"{INPUTS}/zimage_other", "loss"),
+        "text_encoders": Row(f"{INPUTS}/zimage_other", "loss"),
+        "text_length": Row(32, "loss"),
+        "turbo": Row(True, "Decides how pictures are drawn by default: tests/models/zimage/test_zimage_files.py."),
+    }),
     Group("Source", "data", SD3, FOLDER),
     Group("Source", "data", SD15, {
         "inpainting_mask": Row("own", "loss", MASKED | NINE),
@@ -247,6 +263,23 @@ GROUPS: list[Group] = [
     Group("MultiSource", "data", SD3, {
         "sources": Row([{"path": f"{INPUTS}/flat", "resolution": 32, "repeats": 2}], "plan"),
     }, {"data": {"source": "several", "sources": [{"path": f"{INPUTS}/flat", "resolution": 32}]}}),
+    Group("Concept", "concept", CONCEPT, {
+        "directions": Row([SLIDER, {"target": "red", "negative": "red", "neutral": ""}], "plan"),
+        "resolutions": Row([64], "plan"),
+        "drawing_steps": Row(9, "plan"),
+        "drawing_guidance": Row(1.0, "loss", {"train.steps": 4}),
+    }),
+    Group("Direction", "concept.directions.0", CONCEPT, {
+        "target": Row("flat", "plan"),
+        "positive": Row("blue", "loss"),
+        "negative": Row(None, "loss"),
+        "unconditional": Row("blue", "loss", {"concept.directions.0.negative": None}),
+        "neutral": Row("", "loss"),
+        "preserved": Row(["blue"], "loss"),
+        "preserved_weight": Row(3.0, "loss", {"concept.directions.0.preserved": ["blue"]}),
+        "weight": Row(3.0, "loss"),
+        "guidance": Row(3.0, "loss"),
+    }),
     Group("Lora", "adapter", SD3, {
         "rank": Row(4, "file"),
         "alpha": Row(8.0, "loss"),

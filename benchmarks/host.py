@@ -18,17 +18,22 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.dry import LAUNCHER
-from benchmarks.dry_rows import UNCHECKED, UNET
-from benchmarks.memory import BF16, config_of
+from benchmarks.dry_rows import UNCHECKED, UNET, XL
+from benchmarks.memory import BF16, NF4, config_of
 from benchmarks.table import Results, describe_machine
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.timing.datasheet import HOST
 from simpletune.system.options import Json, UserError
 
 STEPS = 25
-COUNTED = ("bf16", "int8")  # contenders whose steps are predicted
+PRODUCTS = ("precision.products=int8", "precision.input_gradient=int8")
+OURS = {"bf16": BF16, "int8": (), "nf4": NF4, "int8_products": PRODUCTS}  # contenders whose steps are predicted
+THEIRS = ("diffusers", "diffusers_fp32")
 TOWARDS = 0.1  # how strongly a fit is drawn to the constants it replaces, which few rows separate
-CONTENDERS = {"bf16": "bf16", "int8": "int8", "diffusers": "diffusers + peft", "diffusers_fp32": "the same, fp32 LoRA"}
+CONTENDERS = {
+    "bf16": "bf16", "int8": "int8", "nf4": "nf4", "int8_products": "int8 products", "diffusers": "diffusers + peft",
+    "diffusers_fp32": "the same, fp32 LoRA",
+}  # fmt: skip
 CAUSES = {
     "lora": "LoRA layers", "recompute": "second passes", "operators": "own operators",
     "launch": "Triton launches", "optimizer": "clipping, optimizer", "rest": "all else",
@@ -38,10 +43,11 @@ COLUMNS = {
     "int8_ratio": "int8 / bf16", **{name: f"{title}, s" for name, title in CAUSES.items()}, "launches": "launches",
 }  # fmt: skip
 ABOUT = f"""\
-Processor seconds of a step on the host, the smallest of {STEPS}; batch 1, SD3 Medium at 1024 px with rank 16 and SD 1.5
-at 512 px with rank 8, LoRA on attention. No hardware: torch's CUDA build over a stub of the CUDA runtime, on which
-kernels take no time. The driver's part of a launch is not in it (2 to 3 us each on a real one), nor is cuDNN's of a
-convolution. All contenders take their steps in turn in one process. *diffusers + peft*: the model of diffusers in bf16
+Processor seconds of a step on the host, the smallest of {STEPS}; batch 1, SD3 Medium at 1024 px with rank 16, SD 1.5
+at 512 px with rank 8, SDXL at 1024 px with rank 16 and with LoKr of factor 12, on attention. No hardware: torch's CUDA
+build over a stub of the CUDA runtime, on which kernels take no time. The driver's part of a launch is not in it (2 to
+3 us each on a real one), nor is cuDNN's of a convolution. All contenders take their steps in turn in one process. *int8
+products*: the input's gradient in int8, too. *diffusers + peft*: the model of diffusers in bf16
 under autocast, PEFT's LoRA in bf16 as diffusers' examples leave it, or in fp32 as ours is, AdamW, clipping. The
 causes are of the bf16 row with timers in it, each without those within it; *LoRA layers* include the products with
 their frozen weights, *second passes* are the recomputation of checkpointed blocks and its books, *all else* is mostly
@@ -51,26 +57,32 @@ torch and diffusers.
 
 @dataclass(frozen=True)
 class Row:
-    """A model, and whether its blocks are checkpointed."""
+    """A model, whether its blocks are checkpointed, and who takes its steps."""
 
     overrides: tuple[str, ...] = ()
+    contenders: tuple[str, ...] = ("bf16", "int8", *THEIRS)
 
     @property
     def checkpoints(self) -> bool:
         return UNCHECKED[0] not in self.overrides
 
 
+CHECKED = ("memory.checkpointing=all",)
+LOKR = ("adapter.method=lokr", "adapter.factor=12", "adapter.targets=attention")
 ROWS = {
-    "SD3 Medium, checkpointed": Row(),
+    "SD3 Medium, checkpointed": Row((), (*OURS, *THEIRS)),
     "SD3 Medium, not checkpointed": Row(UNCHECKED),
     "SD 1.5, checkpointed": Row(UNET),
     "SD 1.5, not checkpointed": Row((*UNET, *UNCHECKED)),
+    "SDXL, checkpointed": Row((*XL, *CHECKED), ("bf16", "int8")),
+    "SDXL, not checkpointed": Row((*XL, *UNCHECKED), ("bf16", "int8")),
+    "SDXL LoKr, not checkpointed": Row((*XL, *LOKR, *UNCHECKED), ("bf16",)),
 }
 
 
 def overrides_of(row: Row, contender: str) -> tuple[str, ...]:
-    """Overrides of the memory grid's baseline, which is int8."""
-    return row.overrides if contender == "int8" else (*row.overrides, *BF16)
+    """Overrides of the memory grid's baseline, which is int8; others' steps are in bf16."""
+    return (*row.overrides, *OURS.get(contender, BF16))
 
 
 def run(folder: Path, minutes: float, only: str = "") -> Path:
@@ -89,7 +101,8 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
 
 def measure(row: Row) -> Json:
     """Measure a row on a simulated card, and count the tasks in it."""
-    return compared(measured(row)) | {"tasks": {each: tasks_of(overrides_of(row, each)) for each in COUNTED}}
+    ours = [each for each in row.contenders if each in OURS]
+    return compared(measured(row)) | {"tasks": {each: tasks_of(overrides_of(row, each)) for each in ours}}
 
 
 def tasks_of(overrides: tuple[str, ...]) -> dict[str, float]:
@@ -103,7 +116,7 @@ def tasks_of(overrides: tuple[str, ...]) -> dict[str, float]:
 def fitted(rows: Iterable[Json]) -> dict[str, float]:
     """Fit the host's seconds for each task to measured steps: least squares of the relative errors, none negative,
     drawn towards the present constants."""
-    steps = [(row["tasks"][each], row[each]) for row in rows for each in COUNTED]
+    steps = [(tasks, row[each]) for row in rows for each, tasks in row["tasks"].items()]
     shares = np.array([[tasks.get(name, 0) * HOST[name] / seconds for name in HOST] for tasks, seconds in steps])
     normal = shares.T @ shares + TOWARDS**2 * np.eye(len(HOST))
     wanted, factors = shares.sum(0) + TOWARDS**2, np.ones(len(HOST))
@@ -116,7 +129,8 @@ def fitted(rows: Iterable[Json]) -> dict[str, float]:
 
 def measured(row: Row) -> Json:
     """Run a row's process on a simulated card."""
-    command = [LAUNCHER, "python", "-m", "benchmarks.host_row", json.dumps([*row.overrides])]
+    given = json.dumps([row.overrides, row.contenders])
+    command = [LAUNCHER, "python", "-m", "benchmarks.host_row", given]
     env = os.environ | {"DRY_GIB": "79", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, check=False)
     found = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -127,8 +141,7 @@ def measured(row: Row) -> Json:
 
 
 def compared(row: Json) -> Json:
-    """Add the ratios of a row."""
-    return row | {
-        "ratio": round(row["bf16"] / row["diffusers_fp32"], 2),
-        "int8_ratio": round(row["int8"] / row["bf16"], 2),
-    }
+    """Add the ratios of a row, of those that took its steps."""
+    pairs = {"ratio": ("bf16", "diffusers_fp32"), "int8_ratio": ("int8", "bf16")}
+    found = {name: round(row[a] / row[b], 2) for name, (a, b) in pairs.items() if a in row and b in row}
+    return row | found

@@ -53,6 +53,9 @@ SPILLED = 16  # bytes of a thread's stack that are not worth a smaller tile
 TENSOR_CORES = re.compile(r"\b(wgmma|mma)\.(?:mma_async\.)?sync[\w.:]*?\.(m\d+n\d+k\d+)[\w.:]*?\.s32\.s8\.s8")
 SPILLS_ACCEPTED = {"odd": "no layer of SD3 has such sizes, and the tuning times the tiles"}
 """The sizes whose rows may spill, and why."""
+LEFT_OUT = ("3.8", "3.9")
+"""The versions of Triton whose products may spill in large tiles: the tuning leaves such tiles out."""
+LARGE = 128 * 128  # numbers of a tile's result
 FUSED_ACCEPTED = {("3.6", 120): "its assembler fuses scale and bias although the PTX forbids it: one rounding less"}
 """The versions of Triton and the cards for which products may fuse multiply-adds, and why."""
 OPTIONS = {"enable_fp_fusion": False}  # as the kernels are launched
@@ -193,14 +196,27 @@ def problems(row: Row, found: Mapping[str, Any], version: str) -> list[str]:
     if found["registers"] * 32 * warps > REGISTERS:
         broken.append(f"{found['registers']} registers in {warps} warps, more than the card's {REGISTERS:,}")
     most = WORDS_SPILL[0] if row.kernel == "words" else SPILLED
-    if found["stack"] > most and row.sizes not in SPILLS_ACCEPTED:
+    minor = version.rpartition(".")[0]
+    left_out = minor in LEFT_OUT and row.is_product and row.tile[0] * row.tile[1] >= LARGE
+    if found["stack"] > most and row.sizes not in SPILLS_ACCEPTED and not left_out:
         broken.append(f"{found['stack']} bytes spilled, more than {most}")
-    accepted = (version.rpartition(".")[0], row.card) in FUSED_ACCEPTED and row.is_product
+    accepted = (minor, row.card) in FUSED_ACCEPTED and row.is_product
     if found["fusible"] or found["fused"] and not accepted:
         broken.append("fused multiply-add: sums differ from the CPU's")
     if found["flushed"] and row.kernel != "gelu":  # an exponential of less than 2^-126 does not count
         broken.append(".ftz: small numbers differ from the CPU's")
     return broken
+
+
+def few_tiles(rows: Mapping[str, Row], found: Mapping[str, Json]) -> list[str]:
+    """Name the products of which more than half of the tiles spill; ``rows`` are a version's, by name."""
+    left: dict[str, list[bool]] = {}
+    for name, row in rows.items():
+        if row.is_product and row.card != TOO_OLD and row.sizes not in SPILLS_ACCEPTED and name in found:
+            product = f"sm_{row.card} {row.kernel} {row.kind} {row.sizes}"
+            left.setdefault(product, []).append(found[name].get("stack", 0) <= WORDS_SPILL[0])
+    few = {product: tiles for product, tiles in left.items() if 2 * sum(tiles) < len(tiles)}
+    return [f"{product}: only {sum(tiles)} of {len(tiles)} tiles do not spill" for product, tiles in few.items()]
 
 
 def source_of(name: str) -> str:
@@ -245,6 +261,7 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
     for name, row in rows.items():
         if name in results.rows:
             broken += [f"  {name}: {problem}" for problem in problems(row, results.rows[name], triton.__version__)]
+    broken += [f"  {problem}" for problem in few_tiles(rows, results.rows)]
     page = results.stem.with_suffix(".md")
     title, cards = "The int8 kernels, compiled for several architectures", (TOO_OLD, *SHARED)
     page.write_text(markdown(title, ABOUT, results.rows, cards, _cell), encoding="utf-8")
@@ -305,7 +322,9 @@ single byte from shared memory in `words`; shared memory within the card's
 {", ".join(f"{size // 1024} KiB (sm_{card})" for card, size in SHARED.items())};
 registers within 64 Ki of a multiprocessor; at most {SPILLED} bytes spilled, except for *odd* sizes
 ({SPILLS_ACCEPTED["odd"]}) and {WORDS_SPILL[0]} of `words`
-({WORDS_SPILL[1]}); no fused multiply-add, none that the assembler may fuse,
+({WORDS_SPILL[1]}),
+and except for the large tiles of products with Triton {" and ".join(LEFT_OUT)}, which the tuning leaves out: at least
+half of each product's must be left; no fused multiply-add, none that the assembler may fuse,
 and no `.ftz` but in `gelu`, because the results should equal the CPU's bit for bit; and for sm_{TOO_OLD} no code: a
 Triton that compiles for it would let the tool support it. Exception: 3.6 on sm_120, marked *fused*:
 {FUSED_ACCEPTED["3.6", 120]}."""

@@ -32,7 +32,7 @@ def measure(overrides: tuple[str, ...], where: str = "cuda") -> dict[str, Any]:
 
     device = torch.device(where)
     config = config_of(overrides, capability_of(device))
-    sizes = [(config.data.resolution, config.data.resolution)]
+    sizes = [(config.resolution, config.resolution)]
     transformer = empty_base(config.model, config.memory, config.precision, device, sizes)
     core = assemble(config, transformer, SingleProcess(device))
     synthetic = SyntheticBatches(config, core, device=device)

@@ -122,7 +122,7 @@ def of_step(recorded: Sequence[Sequence[StreamWork]], several: int, speeds: Spee
 
 def record_encoding(config: TrainConfig) -> Callable[[Speeds], float]:
     """Record the encoding of one picture and its prompt, whose seconds follow from speeds."""
-    side, recorders = config.data.resolution, Recorders(partial(Recorder, cuda=True))
+    side, recorders = config.resolution, Recorders(partial(Recorder, cuda=True))
     with fake_tensors(), pause_collection(), silence():
         simulate_encoding(config.model, empty_autoencoder(config), (side, side), recorders)
         list(text_snapshots(config, recorders))

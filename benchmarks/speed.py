@@ -145,7 +145,7 @@ def flops_of(config: TrainConfig, model: nn.Module) -> Flops:
     """Count the operations of a micro-batch of a row."""
     # accelerate and PEFT keep the transformer's parameter names and add the adapter's name to those of LoRA.
     trained = {name: tuple(value.shape) for name, value in trained_parameters(model).items()}
-    side, blocks = config.data.resolution, config.memory.checkpointed_count(config.model.architecture.blocks())
+    side, blocks = config.resolution, config.memory.checkpointed_count(config.model.architecture.blocks())
     return config.model.flops(trained_of(trained), (side, side), config.train.micro_batch, blocks)
 
 
@@ -201,7 +201,7 @@ def theirs(config: TrainConfig, device: torch.device) -> Any:
 
     from benchmarks.diffusers_training import DreamBooth, Flags
 
-    shapes, batch, side = config.model.files.known_config(), config.train.micro_batch, config.data.resolution
+    shapes, batch, side = config.model.files.known_config(), config.train.micro_batch, config.resolution
     rank = getattr(config.adapter, "rank", None)
     dtype = torch.float32 if rank is None else torch.bfloat16
     model, tensors = (

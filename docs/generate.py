@@ -100,7 +100,8 @@ class Fields:
 
     def _classes(self, path: str, field: Schema, members: list[str]) -> Iterator[str]:
         """The fields of the classes that a field may hold, then of those within them."""
-        tag = field.get("discriminator", field.get("items", {}).get("discriminator", {})).get("propertyName")
+        places = (field, field.get("items", {}), *field.get("anyOf", ()))
+        tag = next((each["discriminator"]["propertyName"] for each in places if "discriminator" in each), None)
         inner: list[tuple[str, Schema, list[str]]] = []
         before: dict[str, Schema] = {}  # the fields of members above, by heading
         for name in members:
@@ -136,7 +137,8 @@ class Fields:
 
     def _members(self, field: Schema) -> list[str]:
         """The classes that a field may hold, itself or in a list."""
-        found = [each["$ref"] for each in (field, *field.get("oneOf", ()), *field.get("anyOf", ())) if "$ref" in each]
+        unions = (field, *field.get("anyOf", ()))
+        found = [one["$ref"] for each in unions for one in (each, *each.get("oneOf", ())) if "$ref" in one]
         for each in (field.get("items", {}), *(one.get("items", {}) for one in field.get("anyOf", ()))):
             found += [one["$ref"] for one in (each, *each.get("oneOf", ())) if "$ref" in one]
         return [name.rpartition("/")[2] for name in found]

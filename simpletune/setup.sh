@@ -342,7 +342,7 @@ _setup_expected() {
     if [[ -z $2 ]] && ! command -v nvidia-smi >/dev/null; then # a torch without CUDA
         [[ $1 == run ]] && echo 85 450 || echo 156 800
     else
-        [[ $1 == run ]] && echo 104 2990 || echo 174 3140
+        [[ $1 == run ]] && echo 106 3270 || echo 176 3420
     fi
 }
 

@@ -17,9 +17,9 @@ from benchmarks.tiny_models.networks import Dtype
 
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}"
+    "{{ '<|im_start|>assistant\n' }}{% if not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 )
-"""What Qwen3's own template makes of one message, without thinking."""
+"""What Qwen3's own template makes of one message."""
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",

@@ -93,6 +93,17 @@ def with_saved_batch(config: TrainConfig, saved: Json | None) -> TrainConfig:
     return with_batch(config, before) if config.train.batch_size == "auto" and isinstance(before, int) else config
 
 
+def mixes_lengths(config: TrainConfig) -> bool:
+    """Return whether a micro-batch to train on may have prompts of different lengths, which take a mask. Those of a
+    concept have one prompt each."""
+    text, data = config.model.text, config.data
+    if data is None or text.one_length or config.train.micro_batch == 1:
+        return False
+    sources = data.members
+    varied = any(source.variants > 1 for source in sources) or len({each.caption_dropout for each in sources}) > 1
+    return text.length_multiple is None or data.streamed or varied
+
+
 def share_of_process(config: AnyConfig, processes: int) -> AnyConfig:
     """Return the configuration of one process's share of a step, to predict its memory and time."""
     if processes == 1:

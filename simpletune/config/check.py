@@ -10,6 +10,7 @@ from simpletune.adapters.text.text_option import Embeddings, TextLora
 from simpletune.config.batches import batch_rules
 from simpletune.config.prior import ClassImages
 from simpletune.config.schema import TrainConfig
+from simpletune.data.concept import Concept
 from simpletune.data.sources.multi_source import field_of, source_rules
 from simpletune.engine.optim.schedule import Constant
 from simpletune.models.families import family_of
@@ -34,12 +35,22 @@ def config_rules(config: TrainConfig, family_known: bool = True) -> Iterator[Pro
         )
     if family_known:
         yield from _family_rules(config)
-    yield from config.objective.rules(sorted({source.resolution for source in config.data.members}))
-    yield from source_rules(config.data)
+    if config.concept is None and config.data is None:
+        yield Problem(
+            "data", "missing, like concept. Name pictures to train on (data.path), or prompts (concept.directions)"
+        )
+        return
+    if config.concept is not None:
+        yield from _concept_rules(config, config.concept)
+    sides = {source.resolution for source in config.sources}
+    yield from config.objective.rules(sorted(sides if config.concept is None else config.concept.resolutions))
+    if config.data is not None:
+        yield from source_rules(config.data)
     yield from _adapter_rules(config)
     yield from _optimizer_rules(config)
     yield from _text_rules(config)
-    yield from config.prior.rules(config.adapter, config.data, config.memory)
+    if config.data is not None:
+        yield from config.prior.rules(config.adapter, config.data, config.memory)
     yield from _fp16_rules(config)
     yield from _offload_rules(config)
     yield from config.memory.rules()
@@ -66,6 +77,45 @@ def config_rules(config: TrainConfig, family_known: bool = True) -> Iterator[Pro
             yield Problem(f"validation.{side}", f"{getattr(config.validation, side)} is over 4096 px. Use less")
 
 
+def _concept_rules(config: TrainConfig, concept: Concept) -> Iterator[Problem]:
+    """Check the prompts, and for what needs pictures, changes the base, or has no strength."""
+    if config.data is not None:
+        yield Problem("concept", "set beside data, but a run trains from pictures or from prompts. Remove one of them")
+    yield from concept.rules()
+    adapter, instead = config.adapter, "Use adapter.method lora"
+    if adapter.trains_base or not adapter.trains:
+        why = "overwrites the base, from which a concept learns" if adapter.trains_base else "trains no slider"
+        yield Problem("adapter.method", f"{adapter.method} {why}. {instead}")
+    elif getattr(adapter, "start", None) is not None:
+        yield Problem(
+            "adapter.start", "a slider begins at the base, which strength 0 leaves as it is. Leave it out, and merge "
+            "the LoRA into the base instead (model.loras)"
+        )  # fmt: skip
+    if config.text.trains:
+        yield Problem("text", "a concept's prompts are encoded once, before training. Leave text out")
+    if config.prior.method != "none":
+        yield Problem(
+            "prior.method",
+            f"{config.prior.method} preserves the class of pictures. Name what a concept preserves in "
+            "concept.directions, as preserved",
+        )
+    if config.memory.optimizer_in_backward and concept.passes > 1:
+        yield Problem(
+            "memory.optimizer_in_backward",
+            f"the {concept.passes} passes of a micro-batch, of its strengths and preserved prompts, accumulate "
+            "gradients, and it keeps none. Use false",
+        )
+    validation = config.validation
+    if validation.loss_samples != 0:
+        yield Problem(
+            "validation.loss_samples",
+            f"{validation.loss_samples}, but a concept has no pictures to evaluate on. Use 0, its default here",
+        )
+    for field in ("split", "early_stop", "class_prompt"):
+        if getattr(validation, field) is not None:
+            yield Problem(f"validation.{field}", "a concept has no pictures to evaluate on. Leave it out")
+
+
 def _family_rules(config: TrainConfig) -> Iterator[Problem]:
     """Check for a base of another family, an objective that its models are not trained with, a method that it lacks,
     sizes that they cannot process."""
@@ -79,6 +129,12 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
         )
     if model.loras and model.init == "random":
         yield Problem("model.loras", "LoRAs of a trained model do not suit random weights. Remove them, or model.init")
+    if model.assistants and config.adapter.trains_base:
+        yield Problem(
+            "model.loras",
+            f"{model.assistants[0]} is used only while training, but adapter.method {config.adapter.method} trains the "
+            "weights that it is merged into, so nothing can take it out. Use adapter.method lora, or leave it out",
+        )
     if name not in model.objectives:
         allowed = " or ".join(model.objectives)
         yield Problem(
@@ -90,9 +146,10 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
             "adapter.method", f"{config.adapter.method} changes what the attention to the prompt reads, but {reason}"
         )
     sides: dict[str, int | None] = {
-        field_of(config.data, index, "resolution"): source.resolution
-        for index, source in enumerate(config.data.members)
+        field_of(config.pictures, index, "resolution"): source.resolution for index, source in enumerate(config.sources)
     }
+    if config.concept is not None:
+        sides |= {f"concept.resolutions.{index}": side for index, side in enumerate(config.concept.resolutions)}
     sides |= {f"validation.{side}": getattr(config.validation, side) for side in ("width", "height")}
     multiple, title = model.architecture.multiple, model.words.title
     for path, side in sides.items():
@@ -240,10 +297,17 @@ def _lora_rules(config: TrainConfig, option: TextLora) -> Iterator[Problem]:
         )
 
 
+def fp16_refusal(title: str, why: str) -> str:
+    """Say that a family computes nothing in fp16 (``Architecture.fp16_overflows``)."""
+    return f"{title} is not computed in fp16: {why}. Use bf16, which cards of sm_80 and newer have"
+
+
 def _fp16_rules(config: TrainConfig) -> Iterator[Problem]:
     """Check what fp16 products require."""
     if config.precision.settled_compute != "fp16":
         return
+    if why := config.model.architecture.fp16_overflows:
+        yield Problem("precision.compute", fp16_refusal(config.model.words.title, why))
     if config.adapter.trains_base and config.precision.trainable and config.precision.bytes_per_weight < 4:
         yield Problem(
             "precision.weights",
@@ -365,7 +429,7 @@ def _in_backward_rules(config: TrainConfig) -> Iterator[Problem]:
 
 def _stream_rules(config: TrainConfig) -> Iterator[Problem]:
     """Check for what needs all pictures or captions before the first step, when rows are streamed instead of listed."""
-    if not config.data.streamed:
+    if config.data is None or not config.data.streamed:
         return
     if config.train.batch_size == "auto":
         yield Problem(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from simpletune.config.check import config_rules
+from simpletune.config.check import config_rules, fp16_refusal
 from simpletune.config.schema import TrainConfig
 from simpletune.system.console import detail, say
 from simpletune.system.devices import BF16_FROM, sm
@@ -50,12 +50,15 @@ def settle_compute(config: TrainConfig, capability: Capability | None, saved: Js
 
 
 def compute_to_generate(config: TrainConfig, capability: Capability | None) -> TrainConfig:
-    """Replace ``compute`` for inference: auto by what the device supports, and bf16 on a card that lacks it."""
+    """Replace ``compute`` for inference: auto by what the device supports, and bf16 on a card that lacks it. Raises
+    UserError if the model cannot be computed there."""
     compute = config.precision.compute
     has_bf16 = capability is None or capability >= BF16_FROM
     if compute != "auto" and (compute != "bf16" or has_bf16):
         return config
     chosen = config.precision.auto_compute(has_bf16)
+    if chosen == "fp16" and (why := config.model.architecture.fp16_overflows):
+        raise UserError(f"{_device(capability)} has no bf16, and {fp16_refusal(config.model.words.title, why)}")
     if not has_bf16:
         say(f"compute {chosen} ({_device(capability)} has no bf16)")
     return _with_compute(config, chosen)

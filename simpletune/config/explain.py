@@ -19,7 +19,7 @@ from simpletune.models.shared.model_config import Shape
 from simpletune.models.shared.single_file import is_single_file
 from simpletune.system.hub import is_hub_name
 from simpletune.system.notify import find_receiver
-from simpletune.system.options import UserError, plural
+from simpletune.system.options import UserError, join_names, plural
 from simpletune.system.shell import quote_command
 
 HIGH_LR_FULL = 1e-4
@@ -43,6 +43,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     local = "single file" if is_single_file(model.pretrained) else "local folder"
     source = "hub" if is_hub_name(model.pretrained) else "bundled" if config.is_demo else local
     under = f" with {', '.join(model.loras)} merged in" if model.loras else ""
+    under += ", which pictures are drawn without" if model.assistants else ""
     yield "model", f"{model.pretrained} ({source}){under}, {model.text.describe()}"
     shapes, located = _shapes(config), resolve_model_folder(config).model
     if shapes is not None and located.inpaints:
@@ -76,7 +77,14 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     warm = f" after {plural(schedule.warmup_steps, 'warm-up step')}" if schedule.warmup_steps else ""
     yield "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.name}{warm}"
     inpaints = known_to_inpaint(config)
-    yield from (("data", _source(member, inpaints)) for member in config.data.members)
+    yield from (("data", _source(member, inpaints)) for member in config.sources)
+    if (concept := config.concept) is not None:
+        yield from (("concept", direction.describe()) for direction in concept.directions)
+        sides = join_names([f"{side} px" for side in concept.resolutions])
+        yield (
+            "draws",
+            f"{plural(concept.drawing_steps, 'step')}, stopped at any, guidance {concept.drawing_guidance:g}; {sides}",
+        )
     prior = config.prior
     if isinstance(prior, ClassImages):
         yield "prior", f"{plural(prior.count, 'class picture')} of {prior.prompt!r}, weight {prior.weight:g}"
@@ -243,9 +251,16 @@ def _notes(config: TrainConfig) -> Iterator[str]:
             f"{config.objective.name}. With validation.loss_samples, the run first prints the base's loss of one step "
             f"by {' and by '.join(config.model.objectives)}"
         )
-    yield from source_notes(config.data, inpaints=known_to_inpaint(config))
+    if config.data is not None:
+        yield from source_notes(config.data, inpaints=known_to_inpaint(config))
     if config.train.steps is None and config.train.epochs is None:
         yield f"train.steps and train.epochs are unset: the run has {plural(config.steps(1), 'step')}"
+    if (few := config.model.few_steps) is not None and not config.model.assistants:
+        under = f"model.loras=[training:{few.assistant}]" if few.assistant else "an assistant (model.loras, training:)"
+        yield (
+            f"{config.model.files.weights_from} is, by its name or model.turbo, {few.title}, which draws in few steps. "
+            f"Ordinary training undoes that: train the model that it was distilled from, or under {under}"
+        )
     precision = config.precision
     if precision.compute == "bf16" and config.device != "cpu":
         yield f"precision.compute bf16 needs a card of sm_80 or newer (A100, RTX 30, L4); {WITHOUT_BF16}: use auto"

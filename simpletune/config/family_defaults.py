@@ -11,12 +11,17 @@ FLOW: str = Flow.model_fields["name"].default
 
 
 def family_defaults(family: Family) -> dict[str, dict[str, object]]:
-    """Return the defaults that depend on the family, by section and field."""
+    """Return the defaults that depend on the family, and on whether its base draws in few steps, by section and
+    field."""
     words = family.words
+    steps, guidance = words.steps, words.guidance
+    if (few := family.few_steps) is not None:
+        steps, guidance = few.steps, few.guidance
     return {
         "objective": {"name": family.objectives[0]},
         "data": {"resolution": words.resolution},
-        "validation": {"guidance": words.guidance, "negative_prompt": words.negative_prompt, "steps": words.steps},
+        "concept": {"resolutions": [words.resolution]},
+        "validation": {"guidance": guidance, "negative_prompt": words.negative_prompt, "steps": steps},
     }
 
 
@@ -47,6 +52,12 @@ def with_family(data: Json) -> Json:
         defaults["objective"] |= {**uniform, "shift": family.flow.shift}
     if family.architecture.modulation is None:  # a memory.profile may plan modulations
         defaults["memory"] = {"modulation": "auto"}
+    if data.get("concept") is None:
+        del defaults["concept"]
+    else:
+        defaults["validation"]["loss_samples"] = 0
+    if data.get("data") is None and data.get("concept") is not None:
+        del defaults["data"]
     return _fill(data, defaults)
 
 
@@ -55,7 +66,12 @@ def _family_in(data: Json) -> Family | None:
     if not isinstance(model, dict):
         return None
     wanted = model.get("family", FAMILIES[0].family)
-    return next((family for family in FAMILIES if family.family == wanted), None)
+    family = next((family for family in FAMILIES if family.family == wanted), None)
+    if family is None:
+        return None
+    named = {name: value for name in ("pretrained", family.denoiser) if isinstance(value := model.get(name), str)}
+    said = {"turbo": model["turbo"]} if isinstance(model.get("turbo"), bool) and hasattr(family, "turbo") else {}
+    return family.model_copy(update=named | said)  # as far as its defaults depend on it
 
 
 def _fill(data: Json, defaults: dict[str, dict[str, object]]) -> Json:

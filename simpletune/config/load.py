@@ -293,6 +293,7 @@ def _attempt(data: Json, found: list[Problem]) -> TrainConfig | None:
 def _repaired(data: Json, found: list[Problem]) -> Json:
     """Remove invalid values and fill in required ones; problems of these placeholders are not reported."""
     result = copy.deepcopy(data)
+    prompts_alone = isinstance(result.get("concept"), dict) and result.get("data") is None
     for problem in found:
         section: object = result
         for part in problem.path.split("."):
@@ -302,6 +303,14 @@ def _repaired(data: Json, found: list[Problem]) -> Json:
             elif isinstance(section, dict):
                 owner, leaf, section = section, part, section.get(part)
         owner.pop(leaf, None)  # for an item of a list of values, remove the list
+    if prompts_alone:
+        concept = result.setdefault("concept", {})
+        directions = concept.get("directions")
+        if not isinstance(directions, list) or not directions or not all(isinstance(d, dict) for d in directions):
+            directions = [{}]
+        concept["directions"] = [{"target": "a", "positive": "b"} | direction for direction in directions]
+        result.setdefault("name", "unnamed")
+        return with_default_tags(TrainConfig, result)
     if not isinstance(result.setdefault("data", {}), dict):
         result["data"] = {}
     data = result["data"]

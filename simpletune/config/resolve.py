@@ -15,13 +15,14 @@ def file_problems(config: TrainConfig, family_known: bool = True, needs_data: bo
     download nothing. Without ``needs_data`` the folders of pictures are not listed, which may take seconds."""
     found: list[Problem] = []
     paths: list[Path | None] = []
-    for index, source in enumerate(config.data.members):
+    for index, source in enumerate(config.sources):
         is_demo = source.path.startswith(DEMO)
         if is_demo and source.path not in DATA:
             remedy = f"Use {' or '.join(DATA)}"
-            found.append(Problem(field_of(config.data, index, "path"), f"unknown demo {source.path}. {remedy}"))
+            found.append(Problem(field_of(config.pictures, index, "path"), f"unknown demo {source.path}. {remedy}"))
         paths.append(None if is_demo or not needs_data else Path(source.path))
-    found += source_problems(config.data, paths)
+    if config.data is not None:
+        found += source_problems(config.data, paths)
     if not family_known:
         return found
     unknown = [(part, name) for part, name in _demo_parts(config) if name not in MODELS]
@@ -78,7 +79,7 @@ def resolve_data_folder(config: TrainConfig) -> TrainConfig:
     def resolved(path: str) -> str:
         return str(resolve(path, config.output.cache_folder)) if path.startswith(DEMO) else path
 
-    return config.model_copy(update={"data": with_paths(config.data, resolved)})
+    return config if config.data is None else config.model_copy(update={"data": with_paths(config.data, resolved)})
 
 
 def resolve_model_folder(config: TrainConfig) -> TrainConfig:

@@ -19,7 +19,12 @@ from simpletune.config.prior import NoPrior, Prior
 from simpletune.config.tracking import Tracking
 from simpletune.config.train import Train
 from simpletune.config.validation import Validation
-from simpletune.data.sources.multi_source import Data, inpainting_rules
+from simpletune.data.concept import Concept
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.multi_source import Data, MultiSource, inpainting_rules
+from simpletune.data.sources.source import Source
+from simpletune.data.sources.stream import Stream
+from simpletune.data.sources.table import Table
 from simpletune.engine.memory import Memory
 from simpletune.engine.optim import Optimizer
 from simpletune.engine.optim.ema import Ema
@@ -34,7 +39,7 @@ from simpletune.models.objectives import Objective
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared.model_config import Shape
-from simpletune.system.options import Option, Problem, join_names
+from simpletune.system.options import Option, Problem, UserError, join_names
 
 DEMO = "demo:"
 DEFAULT_STEPS = 1000
@@ -59,8 +64,10 @@ class TrainConfig(Option):
     """Device to train on. auto: the GPU, or the CPU for the demo model only; cpu: the CPU for any model."""
     model: Model = SD3()
     """Base model to fine-tune."""
-    data: Data
-    """Pictures and captions to train on."""
+    data: Annotated[Folder | Table | Stream | MultiSource | None, Field(discriminator="source")] = None
+    """Pictures and captions to train on; null: the run has a concept instead."""
+    concept: Concept | None = None
+    """Prompts to train a slider from, or to erase a concept, without pictures; in place of data."""
     adapter: Adapter = Lora()
     """Training method."""
     text: Text = Text()
@@ -99,9 +106,32 @@ class TrainConfig(Option):
         """Tell whether the model is the bundled demo model."""
         return self.model.pretrained.startswith(DEMO)
 
+    @property
+    def pictures(self) -> Data:
+        """The pictures to train on, ``data``. Raises UserError for a run from prompts alone."""
+        if self.data is None:
+            raise UserError("data: the run trains from prompts alone (concept), and has no pictures. Name another run")
+        return self.data
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The sources of pictures; none for a run from prompts alone."""
+        trained_on = self.concept if self.data is None else self.data
+        return () if trained_on is None else trained_on.members
+
+    @property
+    def resolution(self) -> int:
+        """Largest resolution in pixels: the default size of validation pictures, and the size that memory must hold."""
+        return max(self.concept.resolutions) if self.concept is not None else self.pictures.resolution
+
+    @property
+    def prompt(self) -> str | None:
+        """Prompt of all pictures but those for regularization; None if there is no such prompt."""
+        return None if self.data is None else self.data.prompt
+
     def image_size(self) -> tuple[int, int]:
         """Return (width, height) of validation pictures in pixels."""
-        return self.validation.width or self.data.resolution, self.validation.height or self.data.resolution
+        return self.validation.width or self.resolution, self.validation.height or self.resolution
 
     def steps(self, steps_per_epoch: int) -> int:
         """Return the number of optimizer steps of the whole run."""
@@ -129,7 +159,14 @@ class TrainConfig(Option):
             )
         network = self.model.architecture
         yield from self.memory.model_rules(len(network.units_among(shapes)), network.modulation is not None)
-        yield from inpainting_rules(self.data, self.model)
+        if self.data is not None:
+            yield from inpainting_rules(self.data, self.model)
+        elif self.model.inpaints:
+            yield Problem(
+                "concept",
+                f"{self.model.files.weights_from} inpaints, and a concept has no pictures to paint into. Name a model "
+                "that draws whole pictures",
+            )
 
     @property
     def trains_conditioning(self) -> bool:

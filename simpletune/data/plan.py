@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
+from simpletune.data.concept import Concept
 from simpletune.data.prompts import prompt_of
 from simpletune.data.row_order import deal_batches
 from simpletune.data.samples import Crop, PlannedSample, Sample
@@ -53,17 +54,20 @@ class Plan:
         batch: the batch sizes of a step.
         held_out: samples that no step trains on; if there are any, the evaluation uses them.
         inpaints: whether crops have holes, for a model that inpaints.
+        lengths: returns the numbers of tokens of prompts, for a model whose micro-batches are to have prompts of one
+            length each; their captions are then dropped together.
     """
 
     def __init__(
         self,
         samples: Sequence[Sample],
-        data: Source | MultiSource,
+        data: Source | MultiSource | Concept,
         objective: Objective,
         seed: int,
         batch: GlobalBatch,
         held_out: Sequence[Sample] = (),
         inpaints: bool = False,
+        lengths: Callable[[Sequence[str]], Sequence[int]] | None = None,
     ):
         if not samples:
             raise ValueError("a plan needs at least one sample")
@@ -73,13 +77,16 @@ class Plan:
         self.sources = data.members
         self.objective = objective
         self.seed = seed
-        self.inpaints = inpaints
+        self.inpaints, self.lengths = inpaints, lengths
         self.batch_size = batch.batch_size
         self.accumulation = batch.accumulation
         self.shifts = [objective.shift_at(source.resolution) for source in self.sources]
         self.buckets = self._group_by_bucket()
-        self._micros = sum(math.ceil(len(members) / self.batch_size) for members in self.buckets.values())
-        self.steps_per_epoch = steps_in_epoch(map(len, self.buckets.values()), batch)
+        self.tokens = self._longest_prompts()
+        self.dealt = self._group_by_length()
+        """The samples that may share a micro-batch, by their bucket and, with ``lengths``, their prompts' tokens."""
+        self._micros = sum(math.ceil(len(members) / self.batch_size) for members in self.dealt.values())
+        self.steps_per_epoch = steps_in_epoch(map(len, self.dealt.values()), batch)
         """Optimizer steps in an epoch."""
         self._epoch = lru_cache(maxsize=2)(self._order_of_epoch)
 
@@ -88,6 +95,27 @@ class Plan:
         found: dict[Size, list[int]] = defaultdict(list)
         for index, sample in enumerate(self.samples):
             found[sample.bucket].append(index)
+        return found
+
+    def _longest_prompts(self) -> Sequence[int] | None:
+        """Return the tokens of each sample's longest prompt: its variants may differ, but an epoch's steps must not."""
+        if self.lengths is None:
+            return None
+        prompts = [
+            [self.prompt(sample, variant) for variant in range(self.source_of(sample).variants)]
+            for sample in self.samples
+        ]
+        distinct = list(dict.fromkeys(prompt for each in prompts for prompt in each))
+        known = dict(zip(distinct, self.lengths(distinct), strict=True))
+        return [max(known[prompt] for prompt in each) for each in prompts]
+
+    def _group_by_length(self) -> Mapping[tuple[int, ...], Sequence[int]]:
+        if self.tokens is None:
+            return {(*size,): members for size, members in self.buckets.items()}
+        found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for size, members in self.buckets.items():
+            for index in members:
+                found[*size, self.tokens[index]].append(index)
         return found
 
     @property
@@ -102,12 +130,16 @@ class Plan:
 
     def with_batch(self, batch: GlobalBatch) -> Plan:
         """Return a plan of the same samples with steps of another size."""
-        return Plan(self.samples, self.data, self.objective, self.seed, batch, self.held_out, self.inpaints)
+        return Plan(
+            self.samples, self.data, self.objective, self.seed, batch, self.held_out, self.inpaints, self.lengths
+        )
 
     def one_of_each_size(self) -> list[list[PlannedSample]]:
-        """Return a micro-batch of each bucket, those with the most pixels first, to try out their memory."""
+        """Return a micro-batch of each bucket, those with the most pixels first, to try out their memory, with its
+        longest prompts."""
         found = []
-        for _, members in sorted(self.buckets.items(), key=lambda item: -math.prod(item[0])):
+        longest = {key[:2]: members for key, members in sorted(self.dealt.items())}
+        for _, members in sorted(longest.items(), key=lambda item: -math.prod(item[0])):
             rows = [members[row % len(members)] for row in range(self.batch_size)]
             found.append([self._draw(self.samples[index], 0, (0, 0, row)) for row, index in enumerate(rows)])
         return found
@@ -123,8 +155,8 @@ class Plan:
     def _order_of_epoch(self, number: int) -> np.ndarray:
         """Return one epoch as sample indices, -1 where a micro-batch is short: int64 [micro-batches, batch_size]."""
         buckets = []
-        for (width, height), members in sorted(self.buckets.items()):
-            order = stream(self.seed, "bucket-order", number, width, height).permutation(len(members))
+        for key, members in sorted(self.dealt.items()):
+            order = stream(self.seed, "bucket-order", number, *key).permutation(len(members))
             buckets.append(deal_batches(np.array(members)[order], self.batch_size))
         batches = np.concatenate(buckets)
         return batches[stream(self.seed, "pass-order", number).permutation(len(batches))]
@@ -155,7 +187,8 @@ class Plan:
         members = rows[place][rows[place] >= 0].tolist()  # of this row alone: a step may have hundreds
         first, epoch = (step * self.accumulation + place) * self.batch_size, step // self.steps_per_epoch
         draws = [
-            self._draw(self.samples[index], epoch, (step, place, first + row)) for row, index in enumerate(members)
+            self._draw(self.samples[index], epoch, (step, place, first + row), first if self.lengths else None)
+            for row, index in enumerate(members)
         ]
         real = len(draws) if place == micro else 0
         filled = [draws[row % len(draws)] for row in range(self.batch_size)]
@@ -165,10 +198,15 @@ class Plan:
         """Return the source of a sample's picture."""
         return self.sources[sample.image.source]
 
-    def _draw(self, sample: Sample, epoch: int, key: tuple[int, int, int]) -> PlannedSample:
-        """Draw a sample's random numbers; the key is its step, micro-batch and place among all samples of the run."""
-        source = self.source_of(sample)
-        dropped = source.caption_dropout and stream(self.seed, "dropout", *key).random() < source.caption_dropout
+    def _draw(
+        self, sample: Sample, epoch: int, key: tuple[int, int, int], together: int | None = None
+    ) -> PlannedSample:
+        """Draw a sample's random numbers; the key is its step, micro-batch and place among all samples of the run.
+        Captions that are dropped ``together`` share the place of their micro-batch's first sample."""
+        source, place = self.source_of(sample), key[2] if together is None else together
+        dropped = (
+            source.caption_dropout and stream(self.seed, "dropout", *key[:2], place).random() < source.caption_dropout
+        )
         repeats = source.repeats * sample.image.repeats  # in an epoch
         variant = (epoch * repeats + sample.repeat) % source.variants
         return PlannedSample(
@@ -272,7 +310,10 @@ class Plan:
 
     def manifest(self) -> list[Json]:
         """Return everything that the order of samples and the evaluation depend on; checkpoints pin it."""
-        return [*map(self._row, self.samples), *({**self._row(sample), "held_out": True} for sample in self.held_out)]
+        rows = [*map(self._row, self.samples), *({**self._row(sample), "held_out": True} for sample in self.held_out)]
+        for row, tokens in zip(rows, self.tokens or (), strict=False):
+            row["tokens"] = tokens
+        return rows
 
     def _row(self, sample: Sample) -> Json:
         """Return one line of the manifest. Fields added since the first version appear only where they are used, so

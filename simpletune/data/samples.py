@@ -93,11 +93,12 @@ def make_samples(
 
 
 def samples_by_bucket(manifest: Sequence[Json]) -> Counter[str]:
-    """Count the samples of each bucket in an epoch from a plan's manifest; a stream's manifest lists them in its first
-    line."""
+    """Count the samples that may share a micro-batch in an epoch, by bucket and length, from a plan's manifest; a
+    stream's manifest lists them in its first line."""
     if manifest and "buckets" in manifest[0]:
         return Counter(manifest[0]["buckets"])
-    return Counter("x".join(map(str, row["bucket"])) for row in manifest if not row.get("held_out"))
+    trained = (row for row in manifest if not row.get("held_out"))
+    return Counter("x".join(map(str, (*row["bucket"], row.get("tokens", "")))) for row in trained)
 
 
 def images_in(manifest: Sequence[Json]) -> int:

@@ -53,7 +53,7 @@ class DataCounts(NamedTuple):
         else:
             views = {crop_key(crop): view for view in plan.views() for crop in view.cached}
             pixels, prompts = sum(math.prod(view.bucket) for view in views.values()), len(plan.captions())
-            both = [*plan.samples, *plan.held_out]
+            both = [*plan.samples, *plan.held_out] if views else []
             images = len({(sample.image.source, sample.image.name) for sample in both})
         return cls(images, prompts, pixels, len(plan.samples), plan.steps_per_epoch)
 
@@ -137,7 +137,7 @@ def disk_needs(
         whole = read.pixels // place * per_place + read.prompts * prompt
         yield "local part of the cache", cache, min(config.output.place.limit, whole)
     if plan is None and isinstance(config.prior, ClassImages):
-        yield "class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES
+        yield "class pictures", cache, config.prior.count * config.resolution**2 * PNG_BYTES
 
 
 def bytes_of_prompt(config: TrainConfig) -> int:

@@ -95,8 +95,8 @@ def estimate_config(
 def _missing_folders(config: TrainConfig) -> list[str]:
     """List the fields that name folders of pictures which are not there."""
     return [
-        field_of(config.data, index, "path")
-        for index, source in enumerate(config.data.members)
+        field_of(config.pictures, index, "path")
+        for index, source in enumerate(config.sources)
         if isinstance(source, Folder) and not source.path.startswith(DEMO) and not Path(source.path).exists()
     ]
 

@@ -35,7 +35,7 @@ from simpletune.estimate.stored import other_versions, prediction_key, stored_jo
 from simpletune.models.shared.buckets import Size
 from simpletune.models.text.encoder import CHUNK_BYTES
 from simpletune.runs.folder import read_json_or_none
-from simpletune.stages.plan_data import make_plan
+from simpletune.stages.plan_data import make_plan, prompt_lengths
 from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.atomic import write_json
 from simpletune.system.console import expecting
@@ -281,21 +281,24 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
 
 def counts_of(config: TrainConfig) -> DataCounts | None:
     """Count the images and prompts of the data set; None if it is missing or cannot be read."""
-    paths = [source.path for source in config.data.members]
+    if config.concept is not None:
+        return DataCounts.from_plan(config, make_plan(config, []))
+    paths = [source.path for source in config.sources]
     try:
-        if config.data.streamed:
+        if config.pictures.streamed:
             return DataCounts.from_plan(config, stream_plan(config))
         if any(path.startswith("demo:") or not Path(path).exists() for path in paths):
             return None
-        images = scan_sources(config.data).images
-        small = find_too_small(images, config.data, config.model.architecture.multiple)
-        plan = make_plan(config, drop_rejected(images, small), config.model.inpaints)
+        images = scan_sources(config.pictures).images
+        small = find_too_small(images, config.pictures, config.model.architecture.multiple)
+        lengths = prompt_lengths(config, download=False)
+        plan = make_plan(config, drop_rejected(images, small), config.model.inpaints, lengths)
         found = DataCounts.from_plan(config, plan)
     except UserError:  # the run itself reports problems of the data
         return None
     if not isinstance(config.prior, ClassImages):
         return found
-    generated, pixels = config.prior.count, config.data.resolution**2
+    generated, pixels = config.prior.count, config.resolution**2
     entries = 1 + config.model.inpaints  # each with a hole
     return DataCounts(
         found.images + generated,

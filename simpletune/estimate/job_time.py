@@ -17,10 +17,11 @@ from simpletune.estimate.timing.constants import FOLDER, read_constants
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.larger_batch import LargerBatch, find_larger_batch
 from simpletune.estimate.timing.sections import StreamWork
-from simpletune.estimate.timing.speeds import CalibratedSpeeds, ScaledSpeeds, Speeds
+from simpletune.estimate.timing.speeds import CalibratedSpeeds, HostSpeeds, ScaledSpeeds, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.buckets import Size
 from simpletune.models.text.encoder import BATCH
+from simpletune.runs.folder import STRENGTHS
 from simpletune.system.gpus import Card, card_named_by_driver, cards_like
 from simpletune.system.prices import Price
 
@@ -29,7 +30,8 @@ from simpletune.system.prices import Price
 CALIBRATED = (0.85, 1.3)
 STATED = (0.7, 2.0)
 # The host's part of a step, as a factor on the predicted one: on a core that is not known, and on one that was timed.
-OTHER_CORES, THIS_CORE = (0.7, 1.5), (0.9, 1.2)
+# Other programs slow a step down by up to 1.6 times what the timed loop shows.
+OTHER_CORES, THIS_CORE = (0.7, 1.5), (0.9, 1.6)
 # Seconds of the host if it was not calibrated: about what an Intel Xeon takes.
 READ_JPEG, WRITE_PNG, WRITE_BYTE = 1.5e-8, 1.6e-7, 1.5e-9  # per pixel, per pixel, per byte
 READ_BYTE = 5e-10  # per byte of a weight file: assumes a disk of 2 GB/s
@@ -88,7 +90,7 @@ class JobTime:
         return found
 
 
-def speeds_of(card: Card, cache: Path, core: float | None = None) -> tuple[Speeds, tuple[float, float], str]:
+def speeds_of(card: Card, cache: Path, host: HostSpeeds | None = None) -> tuple[Speeds, tuple[float, float], str]:
     """Return a card's speeds, the interval for predictions with them, and their origin: a calibration of this machine
     in the cache's folder, or the card's data sheet. Raises UserError if a calibration cannot be read."""
     for file in sorted((cache / FOLDER).glob("*.json")):
@@ -98,7 +100,7 @@ def speeds_of(card: Card, cache: Path, core: float | None = None) -> tuple[Speed
             there = card_named_by_driver(constants.device, constants.memory_bytes or 0, (0, 0))
             if abs(there.gib - card.gib * card.found) / there.gib < 0.1:  # cards of one name differ in memory
                 return CalibratedSpeeds(constants), CALIBRATED, f"calibrated on {constants.device}, {constants.date}"
-    stated = DatasheetSpeeds(card, core)
+    stated = DatasheetSpeeds(card, host)
     if not stated.is_known:
         return stated, STATED, "no figures are known for this card: using those of an L4"
     return stated, STATED, "by its data sheet, not calibrated"
@@ -110,7 +112,7 @@ def job_time(
     card: Card,
     counts: DataCounts | None = None,
     price: Price | None = None,
-    core: float | None = None,
+    host: HostSpeeds | None = None,
     reserved: int = 0,
 ) -> JobTime:
     """Predict the time of a job on a card.
@@ -118,14 +120,14 @@ def job_time(
     Args:
         counts: only what it leaves out is taken to be cached. None: the data set was not read, and its stages are left
             out.
-        core: ``host_probes.core_seconds`` of the machine, if it is this one.
+        host: what was measured of the machine, if it is this one.
         reserved: bytes of the card that other programs use.
     """
-    speeds, interval, source = speeds_of(card, config.output.cache_folder, core)
+    speeds, interval, source = speeds_of(card, config.output.cache_folder, host)
     step = step_seconds(job.train.sections, speeds)
     if isinstance(speeds, DatasheetSpeeds) and step.seconds:
         interval = step_range(job.train.sections, speeds, step)
-    batch, side, prior = config.train.micro_batch * config.train.accumulation, config.data.resolution, config.prior
+    batch, side, prior = config.train.micro_batch * config.train.accumulation, config.resolution, config.prior
     per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
     bring = READ_BYTE + 1 / (card.link * 1e9)  # seconds per byte from a file to the card
@@ -178,7 +180,7 @@ def step_range(sections: Sequence[StreamWork], speeds: DatasheetSpeeds, step: St
 
 def range_ends(speeds: DatasheetSpeeds) -> list[Speeds]:
     """Return the fastest and the slowest speeds that a data sheet's stand for."""
-    cores = OTHER_CORES if speeds.core is None else THIS_CORE
+    cores = OTHER_CORES if speeds.measured is None else THIS_CORE
     return [ScaledSpeeds(speeds, *factors) for factors in zip(STATED, cores, strict=True)]
 
 
@@ -223,7 +225,8 @@ def _validation_seconds(config: TrainConfig, job: JobReport, speeds: Speeds, ste
     if "draw" in job.work:
         images = 1 if option.prompts is None else len(option.prompts)
         one = _generation_seconds(job.work["draw"], speeds, option.steps, config.image_size())
-        seconds += (1 + has_start(config) + times_due(option.every, steps)) * (load + images * one)
+        strengths = 1 if config.concept is None else len(STRENGTHS) - 1  # the base's are drawn once
+        seconds += (1 + has_start(config) + strengths * times_due(option.every, steps)) * (load + images * one)
     if "evaluate" in job.work:
         batch = config.train.micro_batch * config.train.accumulation
         passes = choose_validation_samples(config, batch, steps).share * batch * steps

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from simpletune.config.load import validate
 from simpletune.config.overrides import merge
@@ -57,11 +57,20 @@ IN_WORDS = {
 
 def with_changes(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
     """Apply overrides to a configuration as the command line does; None if the result is invalid."""
-    data, _, problems = merge(config.model_dump(mode="json", by_alias=True), list(overrides))
+    data, _, problems = merge(config.model_dump(mode="json", by_alias=True), in_place(config, overrides))
     try:
         return validate(data, "", problems, needs_data=False)
     except ConfigError:
         return None
+
+
+def in_place(config: TrainConfig, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides; for a run from prompts alone, with the side of its drawings for ``data.resolution``."""
+    name, concept = "data.resolution=", config.concept is not None
+    return [
+        f"concept.resolutions=[{text.removeprefix(name)}]" if concept and text.startswith(name) else text
+        for text in overrides
+    ]
 
 
 def with_effective_changes(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
@@ -76,18 +85,18 @@ def savings(config: TrainConfig) -> list[tuple[Lever, int]]:
     result = []
     for lever in LEVERS:
         new = with_effective_changes(config, lever.overrides)
-        if new is None or new.data.resolution > config.data.resolution:
+        if new is None or new.resolution > config.resolution:
             continue
         saved = before - simulate(new).peak.bytes
         if saved > 0:
-            result.append((lever, saved))
+            result.append((replace(lever, overrides=tuple(in_place(config, lever.overrides))), saved))
     return sorted(result, key=lambda saving: -saving[1])
 
 
 def effective_overrides(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -> list[str]:
     """Return the overrides that change a value."""
     before, after = (each.model_dump(mode="json", by_alias=True) for each in (config, new))
-    paths = {text: text.partition("=")[0] for text in overrides}
+    paths = {text: text.partition("=")[0] for text in in_place(config, overrides)}
     return [text for text, path in paths.items() if _value_at(before, path) != _value_at(after, path)]
 
 

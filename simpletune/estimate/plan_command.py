@@ -243,12 +243,13 @@ def describe_result(number: int, result: PlanResult, best: PlanResult, config: T
 
 
 def describe_int8(in_int8: PlanResult, best: PlanResult) -> str:
-    """Say what int8 products should gain over the best settings."""
+    """Propose int8 products: what they should gain over the best settings, and what they may cost."""
     changes = effective_overrides(best.choice.config, in_int8.choice.config, in_int8.choice.overrides)
     seconds = in_int8.step_time.seconds
     return (
-        f"int8 products: {seconds:.2f} s/step expected, {1 - seconds / best.step_time.seconds:.0%} less; off, because "
-        f"no card has shown it yet: {' '.join(changes)}"
+        f"int8 products: {seconds:.2f} s/step predicted, {1 - seconds / best.step_time.seconds:.0%} less, with "
+        f"{' '.join(changes)}\n  They round activations and gradients, too: docs/explanation/measurements.md, "
+        '"What int8 products cost in accuracy"'
     )
 
 

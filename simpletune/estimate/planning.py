@@ -42,7 +42,13 @@ LISTS = 0.7  # of a search's time, about: the rest predicts whole jobs
 WORTH = 1.05  # a setting that may cost quality must be faster by this factor
 TILES = (512, 256)  # pixels
 FEED_FORWARD_TILE = 1024  # tokens
-INT8_PRODUCTS = ("precision.weights=int8", "precision.products=int8")
+INT8_PRODUCTS = (
+    "precision.weights=int8",
+    "precision.products=int8",
+    "precision.input_gradient=int8",
+    "precision.rotation=hadamard",  # so that large activations do not decide the scales
+)
+ADA = (8, 9)
 SHOWN = 2
 RESOLUTIONS = tuple(range(512, 2049, 128))
 MOST = 64  # samples in a batch
@@ -202,15 +208,17 @@ class Search:
         return []
 
     def int8_products(self, result: PlanResult) -> PlanResult | None:
-        """Predict a result with int8 products; None if they are not off, not possible, do not fit or seem no faster."""
-        # No card has shown them to be faster yet, so that ``find_fastest`` leaves them off.
+        """Predict a result with products and input gradients in int8; None if they are not off, not possible, do not
+        fit or seem no faster, or if the card is none that they are proposed for."""
+        # No run on a card of ours has shown them to be faster yet, so that ``find_fastest`` leaves them off.
         choice = result.choice
         config = with_changes(choice.config, INT8_PRODUCTS)
-        if config is None or config == choice.config or self.card.capability < OLDEST_INT8 or not self.fits(config):
+        if config is None or config == choice.config or not gains_by_int8(self.card) or not self.fits(config):
             return None
         if self.step_time(config).seconds >= result.step_time.seconds:
             return None
-        changed = replace(choice, overrides=(*choice.overrides, *INT8_PRODUCTS), config=config)
+        others = [each for each in choice.overrides if not each.startswith("precision.weights=")]
+        changed = replace(choice, overrides=(*others, *INT8_PRODUCTS), config=config)
         return next(iter(self._fit_whole_job(changed)), None)
 
     def fits(self, config: TrainConfig) -> bool:
@@ -250,6 +258,13 @@ class Search:
             self._known[key] = cached_step(config, simulated, limit)
             self._count(f"a step of {self._known[key].peak.bytes / MIB:,.0f} MiB")
         return self._known[key]
+
+
+def gains_by_int8(card: Card) -> bool:
+    """Return whether int8 products are proposed for a card: GeForce from sm_80 on, whose products in 16 bits run at a
+    quarter of int8's rate, and Ada. An RTX 3090 was measured to gain a quarter (kohya-ss/musubi-tuner#1008); on Hopper,
+    where the host limits, they lost (benchmarks/results/gpu-h100, OneTrainer's commit 6515b393)."""
+    return card.capability >= OLDEST_INT8 and (card.half_rate or card.capability == ADA)
 
 
 def possible_resolutions(config: TrainConfig, sides: Sequence[int]) -> list[int]:

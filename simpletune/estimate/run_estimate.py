@@ -17,7 +17,7 @@ from simpletune.estimate.planning import Search
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.terminal import format_duration, place
 from simpletune.estimate.timing.constants import constants_file, read_constants
-from simpletune.estimate.timing.host_probes import core_seconds
+from simpletune.estimate.timing.host_probes import measure_host
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.speeds import CalibratedSpeeds
 from simpletune.estimate.timing.timeline import step_seconds
@@ -79,7 +79,7 @@ def cheapest_change(
     """
     for lever in LEVERS:
         new = with_effective_changes(config, lever.overrides)
-        if new is None or new.data.resolution != config.data.resolution:
+        if new is None or new.resolution != config.resolution:
             continue
         prediction = estimate(new, card.capability, size)
         if prediction.fits(card, held):
@@ -105,7 +105,7 @@ def estimate_time(config: TrainConfig, prediction: Estimate, device: torch.devic
         if device.type == "cuda":
             card, _ = card_at_hand(device)
             counts = DataCounts.from_uncached(config, plan)
-            time = job_time(config, prediction.job, card, counts, core=core_seconds())
+            time = job_time(config, prediction.job, card, counts, host=measure_host(device))
         elif (found := steps_on_cpu(config, plan)) is not None:
             time = found
         else:

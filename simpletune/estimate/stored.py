@@ -49,7 +49,7 @@ HARMLESS = (
 LATER: dict[str, object] = {
     "adapter.layers": [], "adapter.conv_rank": None, "adapter.conv_alpha": None, "model.inpainting": False,
     "data.inpainting_mask": "random", "data.inpainting_loss": "everywhere", "validation.images": None,
-    "validation.masks": None,
+    "validation.masks": None, "concept": None,
 }  # fmt: skip
 """Fields that were added later, with the values that change nothing: these keep the keys from before."""
 
@@ -69,9 +69,10 @@ def prediction_key(config: TrainConfig, attention: str, processes: int = 1) -> s
         if isinstance(part, dict):  # several sources are a list
             part.pop(name, None)
     for path, usual in LATER.items():
-        section, _, name = path.partition(".")
-        if options[section].get(name, usual) == usual:
-            options[section].pop(name, None)
+        section, _, name = path.rpartition(".")
+        part = options[section] if section else options
+        if isinstance(part, dict) and part.get(name, usual) == usual:
+            part.pop(name, None)
     options["precision"]["compute"] = config.precision.settled_compute
     options["validation"]["prompts"] = config.validation.prompts != []
     options["prior"]["prompt"] = getattr(config.prior, "prompt", None) is not None

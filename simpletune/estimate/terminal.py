@@ -54,8 +54,9 @@ def estimate_lines(name: str, estimate: Estimate, card: Card | None, reserved: i
     if download:
         yield f"  to download {download / 2**30:.1f} GiB ({_list_sizes(estimate.download, 2**30)})"
     if estimate.counts is not None:
-        images, prompts = plural(estimate.counts.images, "picture"), plural(estimate.counts.prompts, "prompt")
-        yield f"  {images} to encode with {prompts}, limited by data.variants"
+        images, prompts = estimate.counts.images, plural(estimate.counts.prompts, "prompt")
+        what = f"{plural(images, 'picture')} to encode with {prompts}, limited by data.variants"
+        yield f"  {what if images else f'{prompts} to encode'}"
     else:
         yield "  the data set was not read, so its cache on disk is not counted"
 

@@ -24,11 +24,12 @@ from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import is_single_file
 from simpletune.models.shared.words import PublicBase
+from simpletune.models.zimage.zimage_option import ZImage
 from simpletune.system.hub import cached_folder
 from simpletune.system.hub_account import Access, access_to
 from simpletune.system.options import UserError
 
-Model = Annotated[SD3 | SD15 | SDXL | Klein | QwenImage, Field(discriminator="family")]
+Model = Annotated[SD3 | SD15 | SDXL | Klein | ZImage | QwenImage, Field(discriminator="family")]
 """The type of ``model``."""
 FAMILIES: tuple[Family, ...] = tuple(member.model_validate({}) for member in get_args(get_args(Model)[0]))
 """One option of each family, with its defaults."""

@@ -60,6 +60,8 @@ PLANNED = RunFile("planned.json", first=True, file=True)  # steps and memory, by
 REMOTE = RunFile("remote.json", first=True)  # names the stored run that the folder belongs to
 SAMPLES = RunFile("samples", first=True)
 BASE, START = "base", "start"  # in it: the pictures of the base, and of the LoRA that training begins with
+STRENGTHS = (-2, -1, 0, 1, 2)
+"""The strengths at which a slider's pictures are drawn: 0 gives the base's, 1 those of the step."""
 CHECKPOINTS = RunFile("checkpoints")
 SCORES = RunFile("evaluation.json")
 for _name in ("README.md", "report.html", "report.md", "pytorch_lora_weights.safetensors"):
@@ -69,6 +71,14 @@ NEEDED = {each: each.rows for each in RunFile.known if each.rows}
 
 OLD_SAMPLES = 16  # of an evaluation, before per-sample losses were recorded
 LEFT_OVER = re.compile(r"^\..*\.part$")
+
+
+def pictures_at(samples: Path, step: int, strength: int) -> Path:
+    """Return the folder of a slider's validation pictures, below that of all of them, at one of ``STRENGTHS``."""
+    if not strength:
+        return samples / BASE
+    state = samples / f"step-{step:06d}"
+    return state if strength == 1 else state / f"strength{strength:+d}"
 
 
 def open_fresh(config: TrainConfig) -> Path:
@@ -153,7 +163,7 @@ def open_again(config: TrainConfig, step: int, best: Callable[[Path], int | None
             set_aside(place, f"is not {'a file' if name.file else 'a folder'}")
     for name in NEEDED:
         file = folder / name
-        if not file.exists() and name in (SKIPPED, OVERFLOWS):
+        if not file.exists() and name != METRICS:  # most runs skip no step, and some evaluate nothing
             continue
         kept = [row for row in rows[name] if row["step"] <= step]
         write_text(file, "".join(json.dumps(row) + "\n" for row in kept))

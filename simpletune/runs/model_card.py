@@ -21,6 +21,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import ON_TRAINING, drift_words, loss_words
 from simpletune.data.samples import images_in
 from simpletune.data.sources.multi_source import with_paths
+from simpletune.models.shared.family_files import ONLY_TRAINING
 from simpletune.models.shared.words import Licence
 from simpletune.runs.best_checkpoint import LAST
 from simpletune.system.atomic import write_text
@@ -70,7 +71,7 @@ def example_of(config: TrainConfig, caption: str) -> ImageRequest:
     from simpletune.stages.sample import ImageRequest
 
     option, (width, height) = config.validation, config.image_size()
-    prompt = caption if option.prompts is None else next(iter(option.prompts), config.data.prompt or caption)
+    prompt = caption if option.prompts is None else next(iter(option.prompts), config.prompt or caption)
     return ImageRequest(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
 
 
@@ -85,7 +86,7 @@ def front_matter(config: TrainConfig) -> str:
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=["text-to-image", "diffusers", config.model.words.pipeline.tag, config.adapter.method, "simpletune"],
-        instance_prompt=config.data.prompt,
+        instance_prompt=config.prompt,
         ignore_metadata_errors=False,
         **licence(config),
     )
@@ -108,7 +109,8 @@ def shareable(config: TrainConfig) -> TrainConfig:
         for name in ("pretrained", config.model.denoiser, "vae", "text_encoders")
         if (value := getattr(config.model, name)) is not None
     }
-    loras = [public_name(lora) for lora in config.model.loras]
+    marks = [(ONLY_TRAINING if lora in config.model.assistants else "", lora) for lora in config.model.loras]
+    loras = [mark + public_name(lora.removeprefix(mark)) for mark, lora in marks]
     adapter = config.adapter
     if (start := getattr(adapter, "start", None)) is not None:
         adapter = adapter.model_copy(update={"start": public_name(start)})
@@ -116,7 +118,7 @@ def shareable(config: TrainConfig) -> TrainConfig:
         update={
             "model": config.model.model_copy(update={**model, "loras": loras}),
             "adapter": adapter,
-            "data": with_paths(config.data, last_name),
+            "data": None if config.data is None else with_paths(config.data, last_name),
             "output": type(config.output)(),
             "validation": config.validation.model_copy(
                 update={
@@ -131,7 +133,7 @@ def shareable(config: TrainConfig) -> TrainConfig:
 
 def usage(config: TrainConfig) -> str | None:
     """Say what a user of the result has to set, because no file tells it; None: nothing."""
-    return config.objective.usage(config.model.conventions(config.objective, config.data.resolution))
+    return config.objective.usage(config.model.conventions(config.objective, config.resolution))
 
 
 def usage_fields(config: TrainConfig) -> dict[str, str]:
@@ -144,7 +146,8 @@ def parent_words(parent: Json) -> str:
     """Describe a LoRA that a run began with or trained on top of, besides its name."""
     steps = "" if parent["steps"] is None else f"{plural(parent['steps'], 'step')}, "
     strength = "" if parent["scale"] == 1 else f"strength {parent['scale']:g}, "
-    return f"{steps}{strength}SHA-256 {parent['sha256'][:16]}"
+    only = "; used only while training" if parent.get("only_training") else ""
+    return f"{steps}{strength}SHA-256 {parent['sha256'][:16]}{only}"
 
 
 def for_repository(card: str, repository: str) -> str:
@@ -183,7 +186,7 @@ def _introduction(folder: Path, config: TrainConfig, prompt: str) -> Iterator[st
     parts += [f"Embeddings of `{config.text.embeddings.token}`"] if config.text.embeddings is not None else []
     kind = "Fine-tuned transformer of" if config.adapter.trains_base else f"{' and '.join(parts)} for"
     yield f"{kind} {base}, trained with simpletune."
-    yield f"Trigger prompt: {code(config.data.prompt)}" if config.data.prompt else f"Example prompt: {code(prompt)}"
+    yield f"Trigger prompt: {code(config.prompt)}" if config.prompt else f"Example prompt: {code(prompt)}"
     if (folder / GRID).exists():
         yield f"![Pictures of the base and the result from the same noise]({GRID})"
 
@@ -200,6 +203,8 @@ def _rows(config: TrainConfig, summary: Json, images: int) -> Iterator[tuple[str
     train = config.train
     settings = config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method", "start"})
     listed = [f"{key} {_text(value)}" for key, value in settings.items() if value != []]
+    if (few := config.model.few_steps) is not None:
+        yield "base", f"{few.title}, as its name or the configuration says: nothing in a file tells it"
     yield "method", escape_cell(", ".join([config.adapter.method, *listed]))
     if (parent := summary.get("parent")) is not None:
         yield "started from", f"{code(parent['name'])}, {parent_words(parent)}"
@@ -214,12 +219,17 @@ def _rows(config: TrainConfig, summary: Json, images: int) -> Iterator[tuple[str
     yield "steps", f"{summary['steps']:,} ({batch}){early}"
     schedule = f"{config.schedule.name}, {plural(config.schedule.warmup_steps, 'warm-up step')}"
     yield "learning rate", f"{config.optimizer.lr:g} ({config.optimizer.name}; {schedule})"
-    yield "resolution", f"{config.data.resolution} px"
+    yield "resolution", f"{config.resolution} px"
     if usage(config) is not None:
         yield "objective", f"{config.objective.name}: {config.objective.describe(None, '')}"
     held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
-    places = ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.data.members))
-    yield "pictures", f"{images} from {escape_cell(places)}{held_out}"
+    if config.concept is None:
+        places = ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.sources))
+        yield "pictures", f"{images} from {escape_cell(places)}{held_out}"
+    else:
+        yield "pictures", "none: trained from prompts alone"
+        for direction in config.concept.directions:
+            yield "direction", escape_cell(direction.describe())
     yield "precision", f"{config.precision.weights} weights, {config.precision.settled_compute} compute"
     yield "seed", str(train.seed)
     if "seconds_total" in summary:
@@ -250,9 +260,10 @@ def _use(config: TrainConfig, example: ImageRequest) -> Iterator[str]:
         result = config.adapter.result(config.model.denoiser)
         yield (f"ComfyUI loads `{result}` from `models/loras`. " if config.adapter.in_comfyui else "") + first
     elif config.adapter.trains or config.text.lora is not None or _loaded_tokens(config):
-        if config.model.loras and not config.adapter.trains_base:
+        under = config.model.without_assistants().loras
+        if under and not config.adapter.trains_base:
             loras, base = (
-                (public_name(lora) for lora in config.model.loras),
+                (public_name(lora) for lora in under),
                 _local_name(config, config.model.files.weights_from),
             )
             merge = shlex.join(["simpletune", "lora", "merge", *loras, "--base", base, "--out", MERGED])
@@ -303,7 +314,13 @@ def snippet(config: TrainConfig, example: ImageRequest) -> str:
         precision.encoder_dtype() if precision.settled_compute == "fp16" else precision.compute_dtype()
     )  # fp16: see there
     dtype = f"dtype={whole}"
-    own = None if config.adapter.trains_base else MERGED if model.loras else getattr(model, model.denoiser)
+    own = (
+        None
+        if config.adapter.trains_base
+        else MERGED
+        if model.without_assistants().loras
+        else getattr(model, model.denoiser)
+    )
     part, kind, pipeline = model.denoiser, model.architecture.diffusers_class, model.pipeline
     extra = [f"{part}={part}"] if own or config.adapter.trains_base else []
     conventions = model.conventions(config.objective, math.sqrt(example.width * example.height))
@@ -335,7 +352,7 @@ def snippet(config: TrainConfig, example: ImageRequest) -> str:
         "width": example.width,
         "height": example.height,
         "num_inference_steps": example.steps,
-        model.words.pipeline.guidance: example.guidance,
+        model.words.pipeline.guidance: example.guidance + model.words.pipeline.guidance_offset,
         **model.text.call_arguments(),
     }
     lines += ['pipeline.to("cuda" if torch.cuda.is_available() else "cpu")', "picture = pipeline("]

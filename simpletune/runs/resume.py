@@ -21,8 +21,8 @@ PLACES = tuple(
 )
 # Settings that may not change on resume: they determine the weights, or which samples each step sees.
 PINNED = (
-    "model", "adapter", "precision", "objective", "ema", "prior.method", "prior.prompt", "optimizer.name", "train.seed",
-    "text", "train.batch_size", "train.gradient_accumulation", "train.global_batch",
+    "model", "adapter", "precision", "objective", "concept", "ema", "prior.method", "prior.prompt", "optimizer.name",
+    "train.seed", "text", "train.batch_size", "train.gradient_accumulation", "train.global_batch",
 )  # fmt: skip
 
 UNSAID = ("about:", "$schema:")  # texts for readers, which overrides drop
@@ -40,7 +40,11 @@ def base_of(config: ResolvedConfig, loras: list[Json]) -> Json:
         name: {"fingerprint": fingerprint, "commit": commit_of(model.files.part(name).folder)}
         for name, fingerprint in model.files.fingerprints(config.output.cache_folder).items()
     }
-    return {"parts": found, "loras": [[each["sha256"], each["scale"]] for each in loras]}
+    return {"parts": found, "loras": [_about(each) for each in loras]}
+
+
+def _about(lora: Json) -> list[object]:
+    return [lora["sha256"], lora["scale"], *(["only while training"] if lora.get("only_training") else [])]
 
 
 def changed_places(saved: SavedState, config: TrainConfig) -> list[str]:
@@ -78,7 +82,7 @@ def require_same_base(saved: SavedState, config: ResolvedConfig, base: Json) -> 
         place = part.place if part.folder or part.file else config.model.files.weights_from  # of a file's marks
         listed.append(f"{name}: {place} has other contents{others}")
     if saved.base["loras"] != base["loras"]:
-        listed.append("model.loras: other files or strengths")
+        listed.append("model.loras: other files, strengths or marks")
     if listed:
         hub = f", with model.revision={commit} if they came from there" if commit is not None else ""
         listed.insert(0, f"--resume: the base has changed since {saved.folder}:")

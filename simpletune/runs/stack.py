@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.models.lora_registry import require_family_of
+from simpletune.models.shared.family_files import ONLY_TRAINING
 from simpletune.models.text_layers import encoders_in, split_text
 from simpletune.runs.folder import read_stacked
 from simpletune.runs.model_card import public_name
 from simpletune.runs.weights_names import find_lora
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
-from simpletune.system.hub import is_hub_name
+from simpletune.system.hub import hub_file, is_hub_name
 from simpletune.system.options import Json, UserError
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ class GivenLora:
         option: ``adapter.start`` or ``model.loras``.
         name: as the user gave it, without the strength.
         scale: its strength.
+        only_training: whether pictures are drawn without it.
     """
 
     option: str
     name: str
     file: Path
     scale: float
+    only_training: bool = False
 
     @property
     def place(self) -> str:
@@ -69,14 +72,16 @@ class GivenLora:
             "sha256": sha256_of(self.file),
             "steps": int(steps) if steps.isdecimal() else None,
             "scale": self.scale,
+            **({"only_training": True} if self.only_training else {}),
         }
 
 
 def given_lora(option: str, text: str) -> GivenLora:
     """Find the LoRA that an option names. Raises UserError if there is none."""
-    named = find_lora(text, f"{option}: ")
+    named = find_lora(text.removeprefix(ONLY_TRAINING), f"{option}: ")
     assert named.lora is not None
-    return GivenLora(option, named.name, named.lora, 1.0 if named.scale is None else named.scale)
+    scale = 1.0 if named.scale is None else named.scale
+    return GivenLora(option, named.name, named.lora, scale, text.startswith(ONLY_TRAINING))
 
 
 def require_lora_families(config: TrainConfig) -> None:
@@ -88,7 +93,8 @@ def require_lora_families(config: TrainConfig) -> None:
     start = getattr(config.adapter, "start", None)
     named = [*(("model.loras", text) for text in config.model.loras), *([("adapter.start", start)] if start else [])]
     for option, text in named:
-        if is_hub_name(text) or is_hub_name(text.rpartition(":")[0]):  # with a strength
+        name = text.removeprefix(ONLY_TRAINING)
+        if any(is_hub_name(each) or hub_file(each) for each in (name, name.rpartition(":")[0])):  # with a strength
             continue
         try:
             given = given_lora(option, text)
@@ -201,6 +207,11 @@ def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
     return Stack(loras, [each.about() for each in given])
 
 
+def without_assistants(config: TrainConfig) -> TrainConfig:
+    """Return the configuration of what is drawn and exported, without LoRAs that are used only while training."""
+    return config.model_copy(update={"model": config.model.without_assistants()})
+
+
 def require_stack(config: TrainConfig, run: Path) -> None:
     """Check that the files of ``model.loras`` are those that a run recorded."""
     for _ in _given_for(config, run):
@@ -211,6 +222,8 @@ def _given_for(config: TrainConfig, run: Path | None) -> Iterator[GivenLora]:
     """Find the LoRAs; those of a run must have the SHA-256 that it recorded."""
     names = config.model.loras
     before = read_stacked(run) if run is not None else []
+    if not config.model.assistants:
+        before = [each for each in before if not each.get("only_training")]
     if len(before) != len(names):  # unknown; other names are refused as a changed setting
         before = []
     for text, recorded in zip_longest(names, before):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.config.validation_schedule import drift_words, loss_words
+from simpletune.data.concept_plan import ConceptPlan
 from simpletune.data.plan import GlobalBatch, steps_in_epoch
 from simpletune.data.samples import samples_by_bucket
 from simpletune.data.source_mix import source_lines
@@ -190,6 +191,11 @@ def print_data(prepared: PreparedData) -> None:
     listed = join_names([f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes], 6)
     an_epoch = f"{plural(len(plan.samples), 'sample')} and {plural(plan.steps_per_epoch, 'step')} per epoch"
     shares = plan.shares()
+    if isinstance(plan, ConceptPlan):
+        say(f"data    prompts alone, {plural(len(plan.concept.directions), 'direction')}, {an_epoch}: {listed}")
+        for direction in plan.concept.directions:
+            detail(f"        {direction.describe()}")
+        return
     place = f"{printable_name(shares[0].path)}: " if len(shares) == 1 else ""
     say(f"data    {place}{plural(plan.images(), 'picture')}, {an_epoch}")
     alike = len(shares) == 1 and not (shares[0].masks or shares[0].holes or shares[0].weight != 1)

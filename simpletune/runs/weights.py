@@ -141,7 +141,8 @@ def load_weights(
     from simpletune.engine.denoiser import model_device, model_units
     from simpletune.stages.load import load_base, modulation_of
 
-    model, cache, precision = config.model, cache_of_bases(config), precision_of(config, weights)
+    model, cache = config.model.without_assistants(), cache_of_bases(config)
+    precision = precision_of(config, weights)
     if weights.denoiser is not None:
         model = model.model_copy(update={model.denoiser: str(weights.denoiser), "init": "pretrained", "loras": []})
         cache = None  # unlike a base, a result is loaded only a few times

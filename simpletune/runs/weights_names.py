@@ -31,12 +31,12 @@ from simpletune.runs.checkpoint_folders import (
     saved_file,
 )
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
-from simpletune.system.hub import is_hub_name
+from simpletune.system.hub import hub_file, is_hub_name
 from simpletune.system.options import UserError, join_names
 from simpletune.system.shell import quote_command
 
 LATEST, BEST = "latest", "best"
-FORMS = "a LoRA file, a run's folder, a checkpoint (runs/demo@100) or a hub name (owner/name)"
+FORMS = "a LoRA file, a run's folder, a checkpoint (runs/demo@100) or a hub name (owner/name, or owner/name/FILE)"
 LISTED = 16  # steps in a message
 
 
@@ -251,6 +251,10 @@ def _find(name: str) -> WeightsRef:
         from simpletune.system.hub import repository_file
 
         return WeightsRef(name, lora=repository_file(name, LORA_FILE))
+    if (there := hub_file(name)) is not None:
+        from simpletune.system.hub import repository_file
+
+        return WeightsRef(name, lora=repository_file(*there))
     raise UserError(f"{name} does not exist. Give {FORMS}")
 
 

@@ -37,7 +37,7 @@ def copy_cache(config: TrainConfig, plan: Plan, source: str, share: KeyRange = A
     Raises:
         UserError: the source does not exist or cannot be read, or the data is a stream.
     """
-    if config.data.streamed:
+    if config.pictures.streamed:
         raise UserError(
             "--from: data.source=stream lists no samples to copy. Leave --from out, and encode them; or point "
             "output.cache at the other cache itself"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from accelerate import Accelerator
 
 from simpletune.config.schema import ResolvedConfig, TrainConfig
+from simpletune.data.concept_plan import ConceptPlan
 from simpletune.data.plan import Plan
 from simpletune.data.samples import drop_rejected
 from simpletune.stages.plan_data import PlannedData, make_plan, plan_data, report_rejected
@@ -50,10 +51,12 @@ def encode(
     requests = validation_requests(config, plan)
     require_inputs(requests, config.model.autoencoder.downsampling)
     caches.fill_text(needed_prompts(config, plan, requests))
+    if isinstance(plan, ConceptPlan):
+        return PreparedData(plan, caches.text, caches.latents, requests, data.captions)
     rejected = caches.fill_images([plan.views()])
-    report_rejected(rejected, config.data)
+    report_rejected(rejected, config.pictures)
     if rejected:
-        plan = make_plan(config, drop_rejected(data.usable, rejected), plan.inpaints)
+        plan = make_plan(config, drop_rejected(data.usable, rejected), plan.inpaints, plan.lengths)
         requests = validation_requests(config, plan)  # its captions are among those encoded
     left_out = [*data.left_out, *rejected]
     requests = with_inputs(config, plan, requests)

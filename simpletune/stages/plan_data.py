@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from simpletune.adapters.text.placeholders import occurs
 from simpletune.config.schema import ResolvedConfig, TrainConfig
+from simpletune.data.concept_plan import ConceptPlan
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import drop_rejected, make_samples
 from simpletune.data.sources.accounts import sentences
@@ -23,8 +24,11 @@ from simpletune.data.sources.source import RejectedEntry, SourceImage
 from simpletune.data.split import split_images
 from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.console import say
+from simpletune.system.hub import cached_folder
 from simpletune.system.options import UserError, plural
 from simpletune.system.printable import printable_name
+
+Lengths = Callable[[Sequence[str]], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -56,35 +60,74 @@ def plan_data(config: ResolvedConfig) -> PlannedData:
         UserError: entries are unusable and ``data.on_error`` is ``stop``, no pictures are left, or a data set in shards
             is missing or damaged.
     """
-    if config.data.streamed:
+    if config.concept is not None:
+        prompts_alone = make_plan(config, [])
+        require_positions(config, prompts_alone)
+        return PlannedData(prompts_alone, [], "concept.directions", [])
+    if config.pictures.streamed:
         streamed = stream_plan(config)
-        for note in [*streamed.samples.rows.notes(), *source_notes(config.data, inpaints=streamed.inpaints)]:
+        for note in [*streamed.samples.rows.notes(), *source_notes(config.pictures, inpaints=streamed.inpaints)]:
             say(f"data    {note}")
         require_positions(config, streamed)
         return PlannedData(streamed, [], streamed.samples.source.captions_from, [])
-    scan = scan_sources(config.data)
-    small = find_too_small(scan.images, config.data, config.model.architecture.multiple)
-    for line in [*sentences(scan.files), *scan.notes, *source_notes(config.data, scan.images, config.model.inpaints)]:
+    scan = scan_sources(config.pictures)
+    small = find_too_small(scan.images, config.pictures, config.model.architecture.multiple)
+    for line in [
+        *sentences(scan.files),
+        *scan.notes,
+        *source_notes(config.pictures, scan.images, config.model.inpaints),
+    ]:
         say(f"data    {line}")
     for hint in scan.hints:  # before errors, which they may explain
         say(f"hint    {hint}")
-    report_rejected([*scan.rejected, *small], config.data)
+    report_rejected([*scan.rejected, *small], config.pictures)
     usable = drop_rejected(scan.images, small)
-    plan = make_plan(config, usable, config.model.inpaints)
+    plan = make_plan(config, usable, config.model.inpaints, prompt_lengths(config))
     hint_at_shares(plan)
     require_positions(config, plan)
     require_token(config, plan)
     return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
 
 
-def make_plan(config: TrainConfig, images: Sequence[SourceImage], inpaints: bool = False) -> Plan:
-    """Plan a run over the usable pictures, without those that ``validation.split`` holds out. The plan does not depend
-    on the number of processes.
+def prompt_lengths(config: TrainConfig, download: bool = True) -> Lengths | None:
+    """Return the function by which a plan deals micro-batches by the length of their prompts; None for a family whose
+    prompts need no such thing, or, without ``download``, where the tokenizer is not at hand.
+
+    Raises:
+        UserError: the tokenizer is missing, or cannot be downloaded or read.
+    """
+    files, text = config.model.files, config.model.text
+    multiple = text.length_multiple
+    if multiple is None:
+        return None
+    (encoder,) = text.encoders
+    hub = [part for part in files.hub_parts() if part.part == encoder.tokenizer]
+    if not download and (any(files.problems()) or any(cached_folder(part) is None for part in hub)):
+        return None
+    folder = files.part(encoder.tokenizer).folder
+    assert folder is not None  # single files never contain tokenizers
+    tokenizer = encoder.read_tokenizer(folder)
+
+    def lengths(prompts: Sequence[str]) -> list[int]:
+        counts = (min(count, encoder.limit) for count in encoder.counts(tokenizer, prompts))
+        return [count + -count % multiple for count in counts]
+
+    return lengths
+
+
+def make_plan(
+    config: TrainConfig, images: Sequence[SourceImage], inpaints: bool = False, lengths: Lengths | None = None
+) -> Plan:
+    """Plan a run over the usable pictures, without those that ``validation.split`` holds out, or over its concept. The
+    plan does not depend on the number of processes.
 
     Raises:
         UserError: a source has no pictures, or none are on one side of the split.
     """
-    data, multiple = config.data, config.model.architecture.multiple
+    batch = GlobalBatch(config.train.micro_batch, config.train.accumulation)
+    if config.concept is not None:
+        return ConceptPlan(config.concept, config.objective, config.train.seed, batch)
+    data, multiple = config.pictures, config.model.architecture.multiple
     for index, source in enumerate(data.members):
         if all(image.source != index for image in images):
             raise UserError(f"{field_of(data, index, 'path')}: {source.path} contains no usable pictures. Add some")
@@ -97,9 +140,10 @@ def make_plan(config: TrainConfig, images: Sequence[SourceImage], inpaints: bool
         data,
         config.objective,
         config.train.seed,
-        GlobalBatch(config.train.micro_batch, config.train.accumulation),
+        batch,
         make_samples([p for p in held_out if firsts[p.digest] == p.source], data.members, 1, multiple),
         inpaints,
+        lengths,
     )
 
 
@@ -145,7 +189,8 @@ def require_positions(config: TrainConfig, plan: Plan) -> None:
     """
     most = config.model.architecture.largest_side
     generated = [config.image_size()] if config.validation.prompts != [] else []
-    for field, sizes in (("data.resolution", plan.sizes()), ("validation", generated)):
+    trained = "data.resolution" if config.concept is None else "concept.resolutions"
+    for field, sizes in ((trained, plan.sizes()), ("validation", generated)):
         for width, height in sizes:
             if max(width, height) > most:
                 raise UserError(

@@ -209,43 +209,64 @@ class Sampler:
         inpainting: Tensor | None,
         outside: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        device, dtype = model_device(self.denoiser), self.precision.compute_dtype()
-        first = requests[0]
+        device, first = model_device(self.denoiser), requests[0]
         size = first.width, first.height
         solver = self.model.solver(self.objective, size, first.steps, first.skipped(self.model))
-        guided, count = first.guidance > 1, len(requests)
-        rows = [*negative, *positive] if guided else list(positive)
+        rows = [*negative, *positive] if first.guidance > 1 else list(positive)
         whole = Framing.whole(size)
         text = self.model.text.framed(stack(rows), [whole] * len(rows)).map(lambda tensor: tensor.to(device))
         noise = torch.cat([noises(request, self.model).start for request in requests])
         z = solver.start(noise, start).to(device)
-        conditions = conditions_of(text, solver.times, self.modulation)
+        return self.integrate(solver, z, text, first.guidance, inpainting=inpainting, outside=outside, noise=noise)
+
+    def integrate(
+        self,
+        solver: Solver,
+        z: Tensor,  # [b, c, h, w], the solver's first
+        text: Conditioning,  # of r rows
+        guidance: float,
+        steps: int | None = None,
+        inpainting: Tensor | None = None,
+        outside: tuple[Tensor, Tensor] | None = None,
+        noise: Tensor | None = None,  # [b, c, h, w]
+    ) -> Tensor:  # [b, c, h, w], fp32
+        """Take the solver's first ``steps`` steps from z, or all of them; see ``denoise``. ``noise``: z's, if a picture
+        is kept ``outside``."""
+        device, count = z.device, len(z)
+        times, guided = solver.times[:steps], guidance > 1
+        conditions = conditions_of(text, times, self.modulation) if len(times) else iter(())
         away: Tensor | float = 0.0
         with self.precision.autocast_on(device), self.attention():
             # With guidance, the prompts' and the negative prompts' halves are one batch.
-            for step, (time, condition) in enumerate(zip(solver.times, conditions, strict=True)):
-                poll()
+            for step, (time, condition) in enumerate(zip(times, conditions, strict=True)):
+                if steps is None:
+                    poll()  # a drawing within a training step ends with the step
                 both = guided and step % self.reuse_guidance == 0
                 skip = count if guided and not both else 0
-                times = time.expand(2 * count if both else count).to(device)
+                rows = time.expand(2 * count if both else count).to(device)
                 z_read = z if inpainting is None else torch.cat([z, inpainting.to(z)], 1)
                 z_rows = torch.cat([z_read, z_read]) if both else z_read
                 read = condition.map(itemgetter(slice(skip, None))) if skip else condition
-                if read.modulation is not None:
-                    replay(self.denoiser, read.modulation)
-                prediction = self.model.predict(self.denoiser, z_rows, times, read, dtype).float()
+                prediction = self.predict(z_rows, rows, read)
                 if both:
                     away = prediction[count:] - prediction[:count]
-                    steered = prediction[:count] + first.guidance * away
+                    steered = prediction[:count] + guidance * away
                     prediction = self.model.rescale(steered, prediction[count:])
                 elif guided:
-                    prediction = self.model.rescale(prediction + (first.guidance - 1) * away, prediction)
+                    prediction = self.model.rescale(prediction + (guidance - 1) * away, prediction)
                 z = solver.step(prediction, step, z)
                 if outside is not None:
+                    assert noise is not None
                     z_0, mask = outside
                     known = solver.noised(z_0, noise, step + 1) if step + 1 < len(solver.times) else z_0
                     z = torch.lerp(known.to(z), z, mask.to(z))
         return z
+
+    def predict(self, z: Tensor, time: Tensor, text: Conditioning) -> Tensor:  # [r, c, h, w] -> [r, c, h, w], fp32
+        """Predict at z and the timesteps [r], within the contexts of precision and attention."""
+        if text.modulation is not None:
+            replay(self.denoiser, text.modulation)
+        return self.model.predict(self.denoiser, z, time, text, self.precision.compute_dtype()).float()
 
     def latents(
         self,

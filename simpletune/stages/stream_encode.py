@@ -116,7 +116,7 @@ class StreamEncoder:
             for (sample, _, variant), part in zip(found, samples.parts(places).tolist(), strict=True):
                 parts.setdefault(part, []).append(plan.view(sample, variant))
             rejected += self.caches.fill_images(list(parts.values()))
-        report_rejected(rejected, self.config.data)
+        report_rejected(rejected, self.config.pictures)
         if rejected:
             self.rejected += rejected
             by_name = {samples.name(place): place for place in np.unique(codes // self._variants).tolist()}

@@ -190,8 +190,10 @@ def stream_plan(config: TrainConfig) -> StreamPlan:
     Raises:
         UserError: the data set is missing or damaged, or no rows are left to train on.
     """
-    assert isinstance(config.data, Stream)
-    every = streamed_samples(config.data, config.model.architecture.multiple, config.output.cache_folder / "streams")
+    assert isinstance(config.pictures, Stream)
+    every = streamed_samples(
+        config.pictures, config.model.architecture.multiple, config.output.cache_folder / "streams"
+    )
     training, held_out = split_samples(every, config.validation.split, config.train.seed)
     batch = GlobalBatch(config.train.micro_batch, config.train.accumulation)
     return StreamPlan(training, config.objective, config.train.seed, batch, held_out, inpaints=config.model.inpaints)

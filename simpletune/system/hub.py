@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
+HUB_FILE = re.compile(r"^([\w.-]+/[\w.-]+)/([\w./-]+\.safetensors)$")
 DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
 LAST = (
     "config.json",
@@ -109,6 +110,15 @@ def is_hub_name(name: str) -> bool:
     """Return whether a name is a hub repository (owner/name) rather than a folder or file."""
     is_path = name.startswith(".") or name.endswith(WEIGHT_FILES) or Path(name).exists()
     return not is_path and HUB_NAME.match(name) is not None
+
+
+def hub_file(name: str) -> tuple[str, str] | None:
+    """Split the name of a file on the hub (owner/name/style.safetensors) into repository and file; None for another
+    name, such as a path that begins with a folder of this machine."""
+    match = HUB_FILE.match(name)
+    if match is None or name.startswith(".") or Path(name.partition("/")[0]).exists():
+        return None
+    return match[1], match[2]
 
 
 def has_token() -> bool:

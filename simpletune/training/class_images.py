@@ -22,7 +22,7 @@ from simpletune.data.storage.claims import ALONE, KeyedFolder, KeyRange
 from simpletune.engine.denoiser import model_device, model_units
 from simpletune.models.shared.buckets import Size
 from simpletune.models.text.prompts import Prompts
-from simpletune.runs.stack import read_stack
+from simpletune.runs.stack import read_stack, without_assistants
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_autoencoder, load_base, modulation_of
 from simpletune.stages.png import save_png
@@ -82,16 +82,16 @@ def with_class_images(config: ResolvedConfig, accelerator: Accelerator, stages: 
         aspect="square",
         weight=prior.weight,
         regularization=True,
-        inpainting_loss=subjects(config.data)[0].inpainting_loss,
+        inpainting_loss=subjects(config.pictures)[0].inpainting_loss,
     )
-    sources = list(config.data.sources) if isinstance(config.data, MultiSource) else [config.data]
+    sources = list(config.pictures.sources) if isinstance(config.pictures, MultiSource) else [config.pictures]
     return config.model_copy(update={"data": MultiSource(sources=[*sources, of_class])})
 
 
 def class_requests(config: TrainConfig, prior: ClassImages) -> list[ImageRequest]:
     """List the pictures to generate: squares at the subject's largest resolution, each with its own seed. With a
     trigger, their prompts are those of the class for the subject's captions, in turn."""
-    data = config.data
+    data = config.pictures
     side = max(source.resolution for source in subjects(data))
     negative = config.model.text.steered_from(config.validation.negative_prompt)
     prompts = [prior.prompt]
@@ -122,7 +122,7 @@ def class_folder(config: TrainConfig, requests: list[ImageRequest]) -> Path:
             model.files.part(model.denoiser).fingerprint(sums),
             model.init,
             config.train.seed if model.init == "random" else 0,
-            *([] if (stack := read_stack(config)) is None else [stack.key]),
+            *([] if (stack := read_stack(without_assistants(config))) is None else [stack.key]),
         ],
         "encoders": [prompts.fingerprint(encoder, sums) for encoder in prompts.encoders],
         "vae": model.files.part("vae").fingerprint(sums),
@@ -193,7 +193,9 @@ def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> S
         config = settle_modulation(config, on_host=device.type == "cpu")
     if config.memory.checkpointing == "auto":  # there is no backward pass
         config = config.model_copy(update={"memory": config.memory.model_copy(update={"checkpointing": "none"})})
-    denoiser = load_base(config, device, sizes, cache_of_bases(config), read_stack(config))
+    denoiser = load_base(
+        without_assistants(config), device, sizes, cache_of_bases(config), read_stack(without_assistants(config))
+    )
     modulation = modulation_of(denoiser, config, device)
     config.memory.attach(model_units(denoiser), model_device(denoiser))
     kernel = partial(use_attention, config.speed.attention)

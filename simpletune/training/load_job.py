@@ -24,11 +24,13 @@ from simpletune.stages.plan_data import PlannedData
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.batch_loader import BatchLoader
+from simpletune.stages.step.concept import ConceptLoader
 from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
 from simpletune.system.signals import stop_if_requested
+from simpletune.training.assistant import Assistant
 from simpletune.training.start_lora import Start
 
 T = TypeVar("T", PreparedData, PlannedData)
@@ -57,7 +59,10 @@ def load(
         share = RankMicroBatches(
             accelerator.process_index, processes, train.reduce == "exact", train.uses_fsdp(processes)
         )
-        batches = BatchLoader(prepared, train.seed, accelerator.device, core.modulation, config.prior, share)
+        if config.concept is None:
+            batches = BatchLoader(prepared, train.seed, accelerator.device, core.modulation, config.prior, share)
+        else:
+            batches = ConceptLoader(prepared, train.seed, accelerator.device, share=share)
         size = None if state_bytes is None else find_too_large(core, batches, state_bytes)
         if size is None:
             return core, batches, prepared
@@ -137,7 +142,12 @@ def load_model(
     else:
         denoiser = load_base_together(config, accelerator, sizes, cache, read_stack(config))
     text = load_text_side(config, prepared.text, plan.captions() if config.text.trains else [], device)
+    assistant = None
+    if config.model.assistants and config.validation.prompts != []:
+        assistant = Assistant(config, denoiser, device, accelerator.num_processes)
     core = assemble(config, denoiser, accelerator, len(plan.sizes()), text)
+    if assistant is not None:
+        core.base_to_draw = assistant.absent
     if start is not None:
         start.begin(denoiser)
     core.average = average_of(config, denoiser, core.optimizer)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import append_metrics
+from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.console import TrainingProgress
 from simpletune.system.options import plural
 from simpletune.training.nonfinite import NonFiniteGuard
 from simpletune.training.pending_steps import DeviceEvent, InterruptFlags, PendingStep, global_figures
+from simpletune.training.slow_steps import SlowSteps
 from simpletune.training.trackers import Trackers
 
 NOTHING = 1e-12  # a loss or a gradient's norm that moves no weight: optimizers divide by 1e-8 at least
@@ -49,14 +52,24 @@ class Metrics:
         """Steps so far, as long as none of them had a loss and a gradient."""
         self._pending: deque[PendingStep] = deque()
         self._ahead = 0 if guard.skips else 1
+        self.slow = SlowSteps(core.device)
 
     def record_launch(
-        self, step: int, began: DeviceEvent, loss: Tensor, norm: Tensor, asked: InterruptFlags, waited: float | None
+        self,
+        step: int,
+        began: DeviceEvent,
+        loss: Tensor,
+        norm: Tensor,
+        asked: InterruptFlags,
+        waited: float | None,
+        batches: Sequence[Batch],
+        fetched: float,
     ) -> None:
         """Start copying the figures of the step that the core launched last to the host (``PendingStep``); ``asked`` is
-        what is asked of this process."""
+        what is asked of this process, ``fetched`` the seconds until it had the ``batches``."""
         figures = global_figures(loss, norm, self.core, asked)
-        self._pending.append(PendingStep.launch(step, began, self.core, figures, waited))
+        shapes = tuple(batch.z_0.shape for batch in batches)
+        self._pending.append(PendingStep.launch(step, began, self.core, figures, waited, shapes, fetched))
 
     def log(self, progress: TrainingProgress, everything: bool) -> InterruptFlags:
         """Log the steps that are due; with ``everything`` all, which waits for the device.
@@ -89,6 +102,8 @@ class Metrics:
                 self.warn_if_idle()
             self.trackers.scalars(done.step + 1, row)
             progress.update(done.step + 1, loss, seconds)
+            if slow := self.slow.see(seconds - done.fetched, done.shapes):
+                self.trackers.warn(slow)
         return InterruptFlags(stop, answer)
 
     def warn_if_idle(self) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import PlannedSample
-from simpletune.data.storage.cache import Cache, crop_key
 from simpletune.engine.fp16_blocks import describe_overflow
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
 from simpletune.runs.folder import OVERFLOWS, SKIPPED, append_metrics, read_rows
 from simpletune.stages.step.batch_loader import Batch, BatchLoader
+from simpletune.stages.step.concept import ConceptBatch
 from simpletune.stages.step.fp16 import LATER, is_overflow
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import UserError, join_names
@@ -145,13 +145,7 @@ class NonFiniteGuard:
 
     def _quarantine(self, step: int) -> Iterator[str]:
         """Rename non-finite cached latents and embeddings, so that the next start encodes them again."""
-        samples = self._planned(step)
-        latents = self.batches.latents.cache
-        places: list[tuple[Cache, str]] = [
-            (latents, crop_key(view)) for sample in samples for view in sample.view.cached
-        ]
-        places += [place for sample in samples for place in self.batches.text.places(sample.caption)]
-        for cache, key in dict.fromkeys(places):
+        for cache, key in dict.fromkeys(self.batches.places(step)):
             if nonfinite_names([("", cache.load(key).values())]):
                 yield f"Set aside, to be encoded again: {cache.quarantine(key)}"
 
@@ -164,11 +158,17 @@ def how_to_go_on(folder: Path) -> str:
 
 def _nonfinite_inputs(batch: Batch, row: int) -> str:
     """Name a sample's non-finite inputs; empty if there are none."""
-    text = {name: tensor for name, tensor in batch.conditioning.tensors().items() if tensor.is_floating_point()}
-    inputs = {"cached latents": batch.z_0, "prompt's embedding": text.pop("embeds"), **text}
-    if batch.inpainting is not None:
-        inputs["masked picture's cached latents"] = batch.inpainting
-    found = [what for what, tensor in inputs.items() if nonfinite_names([("", (tensor[row],))])]
+    inputs: dict[str, Iterable[Tensor]]
+    if isinstance(batch, ConceptBatch):
+        inputs = {f"embedding of {prompt!r}": text.tensors().values() for prompt, text in batch.prompts.items()}
+        if len(batch.drawn.embeds) > len(batch.names):  # with guidance
+            inputs["embedding of the unconditional prompt"] = batch.drawn.tensors().values()
+    else:
+        text = {name: [tensor] for name, tensor in batch.conditioning.tensors().items()}
+        inputs = {"cached latents": [batch.z_0], "prompt's embedding": text.pop("embeds"), **text}
+        if batch.inpainting is not None:
+            inputs["masked picture's cached latents"] = [batch.inpainting]
+    found = [what for what, each in inputs.items() if nonfinite_names([("", (tensor[row] for tensor in each))])]
     return f"{' and '.join(found)} {'are' if len(found) > 1 or found[0].endswith('s') else 'is'}" if found else ""
 
 

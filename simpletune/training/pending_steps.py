@@ -87,10 +87,19 @@ class PendingStep:
     normed: Sequence[nn.Parameter]  # the parameters that had a gradient
     norms: Tensor  # [len(normed)] of their gradients, on the device
     waited: float | None = None  # seconds that the step waited for a remote cache; None if there is none
+    shapes: tuple[torch.Size, ...] = ()  # of the micro-batches' latents
+    fetched: float = 0.0  # seconds of the host until it had the step's data
 
     @classmethod
     def launch(
-        cls, step: int, began: DeviceEvent, core: TrainStep, figures: Tensor, waited: float | None = None
+        cls,
+        step: int,
+        began: DeviceEvent,
+        core: TrainStep,
+        figures: Tensor,
+        waited: float | None = None,
+        shapes: tuple[torch.Size, ...] = (),
+        fetched: float = 0.0,
     ) -> PendingStep:
         """Wrap the last step that ``core`` launched, and start copying its figures (``global_figures``, on the device)
         to the host, without waiting."""
@@ -98,7 +107,7 @@ class PendingStep:
         host = copy_to_pinned(host) if figures.device.type == "cuda" else host
         host.copy_(figures, non_blocking=True)  # complete once the next event is reached
         ended = DeviceEvent(figures.device)
-        return cls(step, core.lr, began, ended, host, core.losses, core.normed, core.norms, waited)
+        return cls(step, core.lr, began, ended, host, core.losses, core.normed, core.norms, waited, shapes, fetched)
 
     def read(self) -> tuple[float, float, InterruptFlags, list[float]]:
         """Wait for the step; return its mean loss, its gradient norm, what the processes are asked, and with products

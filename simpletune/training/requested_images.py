@@ -39,7 +39,7 @@ def generate_requested(validator: Validator, predicted: Estimate | None, asked: 
     """
     own, core, previews = validator.config, validator.core, validator.previews
     option = validation_for(own, asked)
-    size = (option.width or own.data.resolution, option.height or own.data.resolution)
+    size = (option.width or own.resolution, option.height or own.resolution)
     negative = own.model.text.steered_from(option.negative_prompt)
     request = ImageRequest(asked.prompt, asked.seed, negative, *size, option.steps, option.guidance)
     if previews.requests and previews.requests[0].mask is not None:  # paints into the run's own first picture

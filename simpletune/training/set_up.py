@@ -14,6 +14,7 @@ from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_folders
 from simpletune.config.schema import ResolvedConfig, SettledConfig, TrainConfig, run_folder
 from simpletune.data.plan import Plan
+from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.estimate.disk_needs import require_room
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
@@ -100,6 +101,9 @@ def set_up(
         require_lora_families(given)  # before the download
     located = resolve_folders(given)
     require_model_rules(located)
+    precision = settle_products(located, accelerator, before)
+    given = given.model_copy(update={"precision": precision})
+    located = ResolvedConfig(located.model_copy(update={"precision": precision}))
     begins, stacked = None if saved else read_start(located), require_loras(located, saved)
     with accelerator.main_process_first():  # computes the checksums of large files, which the others then know
         base = base_of(located, stacked)
@@ -172,8 +176,20 @@ def require_loras(config: TrainConfig, saved: checkpoint.SavedState | None) -> l
     those that a resumed run began with."""
     stack = read_stack(config, run_folder(config) if saved else None)
     for each in stack.about if stack else []:
-        say(f"base    with {each['name']} at a strength of {each['scale']:g}, SHA-256 {each['sha256'][:16]}")
+        only = ", only while training" if each.get("only_training") else ""
+        say(f"base    with {each['name']} at a strength of {each['scale']:g}, SHA-256 {each['sha256'][:16]}{only}")
     return stack.about if stack else []
+
+
+def settle_products(config: ResolvedConfig, accelerator: Accelerator, before: Json | None) -> WeightPrecision:
+    """Return the precision with ``products: auto`` replaced by what the first process finds faster on its card."""
+    if getattr(config.precision, "products", None) != "auto":
+        return config.precision
+    from simpletune.estimate.int8_choice import choose_products
+
+    chosen = choose_products(config, accelerator.device, before).precision
+    first: WeightPrecision = gather_object([chosen])[0] if accelerator.num_processes > 1 else chosen
+    return first
 
 
 def settle_threads(config: TrainConfig, device: torch.device, earlier: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from simpletune.engine.denoiser import model_units
 from simpletune.engine.fsdp.rank_zero import rank_zero_driver
 from simpletune.engine.profiling.profile_option import Profile
 from simpletune.engine.profiling.traces import EpochTraces, Facts
-from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.flops import trained_of
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.best_checkpoint import evaluations_since_best
@@ -163,8 +163,10 @@ class Trainer:
                 traces.before_step(step)
                 with phase("data"):
                     batches = prefetcher.step(step)
+                fetched = time.perf_counter() - began.clock
                 loss, norm = core.run(step, self.steps, batches, self.guard.allows_update)
-                self.metrics.record_launch(step, began, loss, norm, self.interrupts.poll(), prefetcher.waited)
+                asked, waited = self.interrupts.poll(), prefetcher.waited
+                self.metrics.record_launch(step, began, loss, norm, asked, waited, batches, fetched)
                 traces.after_step()  # may write a trace, which does not count as the step's time
 
                 done, last = step + 1, step + 1 == self.steps
@@ -258,17 +260,10 @@ class Trainer:
     def _traces(self) -> EpochTraces:
         """Return the profiler traces of the run; only the first process records any."""
         config, core, cuda = self.config, self.core, self.stages.cuda
-        known: dict[Size, int] = {}
+        trained = trained_of({name: tuple(value.shape) for name, value in core.named.items()})
 
         def flops(step: int) -> float:  # of a step, which depend on its pictures' shapes
-            total = 0
-            for samples in self.batches.passes.micro_batches(step):
-                size = samples[0].view.bucket
-                if size not in known:
-                    parameters = {name: tuple(value.shape) for name, value in core.named.items()}
-                    known[size] = core.config.model.flops(trained_of(parameters), size, self.plan.batch_size).model
-                total += known[size]
-            return float(total)
+            return float(sum(self.batches.flops(each, trained) for each in self.batches.passes.micro_batches(step)))
 
         def interrupted(step: int) -> bool:  # validation or saving follows the step
             return is_due(config.checkpoint.every, step + 1) or is_due(config.validation.every, step + 1)

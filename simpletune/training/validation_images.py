@@ -13,10 +13,11 @@ from typing import TypeVar
 import torch
 from PIL import Image
 
+from simpletune.adapters.methods.layers import at_strength
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.denoiser import Denoiser, model_device
 from simpletune.models.shared.conditioning import Conditioning
-from simpletune.runs.folder import BASE, START
+from simpletune.runs.folder import BASE, START, STRENGTHS, pictures_at
 from simpletune.runs.repair import set_aside
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_autoencoder
@@ -31,6 +32,7 @@ from simpletune.system.console import detail, progress, say
 from simpletune.system.sheets import grid
 
 GRID = "grid.png"
+STRIP = "strengths.png"
 INPUT = "input"
 T = TypeVar("T")
 
@@ -64,12 +66,19 @@ class Previews:
         """Generate with the model after ``step`` steps, 0: with the LoRA that training begins with."""
         if not self.requests:
             return
-        images = self.images(denoiser, self.requests)
+        drawn = {1: self.images(denoiser, self.requests)}  # by strength
+        for strength in STRENGTHS if self.config.concept is not None and step else ():
+            if strength not in (0, 1):  # of the base, and without a strength
+                with at_strength(denoiser, strength):
+                    drawn[strength] = self.images(denoiser, self.requests)
         self._write_inputs()
         state = f"step {step}" if step else START
         with atomic_folder(self.folder_of(step)) as part:
-            for number, (image, request) in enumerate(zip(images, self.requests, strict=True)):
-                save_png(image, part / name_of(number), request, **self._metadata(request, state))
+            for strength, images in drawn.items():
+                folder = part if strength == 1 else part / pictures_at(self.folder, step, strength).name
+                named = state if strength == 1 else f"{state}, strength {strength}"
+                for number, (image, request) in enumerate(zip(images, self.requests, strict=True)):
+                    save_png(image, folder / name_of(number), request, **self._metadata(request, named))
 
     def generate_base(self, denoiser: Denoiser, step: int) -> None:
         """Generate the pictures of the base that are not there: all before the first step; later those that are lost or
@@ -155,7 +164,8 @@ class Previews:
         config = self.config
         kernel = partial(use_attention, config.speed.attention)
         free_memory(device)  # training leaves torch's cache fragmented, and these stages may not fit into the fragments
-        with progress("drawing", len(requests), "pictures", detail) as advance:
+        drawn_with = nullcontext() if self.core is None else self.core.base_to_draw()
+        with drawn_with, progress("drawing", len(requests), "pictures", detail) as advance:
             vae = load_autoencoder(config, device)
             try:
                 sampler = Sampler(
@@ -205,6 +215,22 @@ class Previews:
         ]
         file = self.folder / GRID
         grid(rows, [*shown_inputs(self.requests[0]), *(title for title, _ in columns)]).save(file)
+        return file
+
+    def write_strip(self, step: int) -> Path | None:
+        """Write one picture with a row per prompt and a column per strength, for a slider."""
+        if not self.requests or self.config.concept is None:
+            return None
+        columns = [self._find(pictures_at(self.folder, step, strength)) for strength in STRENGTHS]
+        rows = [
+            (
+                f"{request.prompt}  (seed {request.seed})",
+                [None if (file := column[number]) is None else self._read(file, load_image) for column in columns],
+            )
+            for number, request in enumerate(self.requests)
+        ]
+        file = self.folder / STRIP
+        grid(rows, [f"strength {strength}" for strength in STRENGTHS]).save(file)
         return file
 
 

@@ -165,6 +165,7 @@ class Validator:
     def generate(self, step: int) -> None:
         with self.stages.stage("validate"), use_average(self.core.average):
             self.previews.generate(self.core.denoiser, step)
-            sheet = self.previews.write_grid()
-        if sheet is not None:
-            self.trackers.image(step, "samples", Image.open(sheet))
+            sheets = {"samples": self.previews.write_grid(), "strengths": self.previews.write_strip(step)}
+        for name, sheet in sheets.items():
+            if sheet is not None:
+                self.trackers.image(step, name, Image.open(sheet))

@@ -15,6 +15,7 @@ from simpletune.commands.doctor import bench_steps
 from simpletune.commands.doctor.bench import RUNS
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.timing.sections import COMPUTE, KernelWork, StreamWork
+from simpletune.estimate.timing.speeds import HostSpeeds
 from simpletune.system.gpus import GIB, card_named_by_driver
 from simpletune.system.options import UserError
 
@@ -38,13 +39,16 @@ def steps(card, core: float = 1e-4) -> list[Sample]:
     found = []
     for counts in STEPS:
         work = Counter({WORK[name]: count for name, count in counts.items()})
-        found.append(Sample(card, core, [StreamWork(COMPUTE, "forward", "", work=work)], 1.0))
+        found.append(Sample(card, HostSpeeds(core=core), [StreamWork(COMPUTE, "forward", "", work=work)], 1.0))
     queueing = StreamWork(COMPUTE, "forward", "", host=Counter(operation=20_000, backward=5_000))
-    return [*found, Sample(card, core, [queueing], 1.0)]
+    return [*found, Sample(card, HostSpeeds(core=core), [queueing], 1.0)]
 
 
 def made_up(name: str = "Tesla T4", **more: object) -> dict:
-    run = {"predicted_mib": 2653.1, "measured_mib": 2700.0, "predicted_seconds": 1.5, "seconds": 3.0, "steps": 10}
+    run = {
+        "predicted_mib": 2653.1, "measured_mib": 2700.0, "predicted_seconds": 1.5, "seconds": 3.0, "least": 2.9,
+        "steps": 10, "host": {"core": 1.6e-4, "launch": 3e-6}, "host_after": {"core": 2e-4, "launch": 3e-6},
+    }  # fmt: skip
     return {
         "version": 1, "card": name, "capability": [7, 5], "memory_bytes": int(14.75 * GIB), "driver": "580.65.06",
         "system": "Linux", "core": 1.5e-4, "date": "2026-11-27", "versions": {"torch": "2.13.0", "simpletune": "0.1.0"},
@@ -67,13 +71,13 @@ def test_a_fit_finds_the_constants_that_the_steps_were_made_with() -> None:
     }  # fmt: skip
     samples = [*steps(T4), *steps(RTX3060, 2e-4)]
     with applied(true):
-        measured = [Sample(each.card, each.core, each.sections, each.predicted()) for each in samples]
+        measured = [Sample(each.card, each.host, each.sections, each.predicted()) for each in samples]
     assert fitted(measured) == {name: pytest.approx(scale, rel=0.02) for name, scale in true.items()}
 
 
 def test_a_fit_to_what_is_predicted_already_and_to_nothing_keeps_todays_constants() -> None:
     assert fitted([]) == {}
-    today = [Sample(each.card, each.core, each.sections, each.predicted()) for each in steps(T4)]
+    today = [Sample(each.card, each.host, each.sections, each.predicted()) for each in steps(T4)]
     assert set(fitted(today).values()) == {1.0}
 
 
@@ -94,10 +98,12 @@ def test_the_page_shows_predicted_and_measured_and_what_was_left_out(
     put(folder, "z9-15gib-wsl.json", other)
     text = run(tmp_path, folder).read_text()
     assert "- Tesla T4, 14.8 GiB: 2026-11-27, Linux, driver 580.65.06, torch 2.13.0, simpletune 0.1.0\n" in text
-    assert "| t4-15gib: LoRA int8, 512 px | 2653.1 | 2700.0 | -0.017 | 1.500 | 3.000 | 2.000 |  |" in text
-    assert "| t4-15gib: full bf16, 512 px |  |  |  |  |  |  | not supported |" in text
+    assert (
+        "| t4-15gib: LoRA int8, 512 px | 2653.1 | 2700.0 | -0.017 | 1.500 | 3.000 | 2.900 | 2.000 | 1.250 |  |" in text
+    )
+    assert "| t4-15gib: full bf16, 512 px |  |  |  |  |  |  |  |  | not supported |" in text
     assert "- NVIDIA Z9, 14.8 GiB: 2026-11-27, WSL, driver unknown, torch" in text
-    assert "| z9-15gib-wsl: a run of before |  |  |  |  | 1.000 |  |  |" in text
+    assert "| z9-15gib-wsl: a run of before |  |  |  |  | 1.000 |  |  |  |  |" in text
     assert "| PRODUCTS T4 | 0." in text and "| 42.3, 4.3 |" in text
     assert asked == [("LoRA int8, 512 px", (7, 5))], "a card without figures and a run of before are no part of a fit"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import edges, inpainting, int8, methods, quality, recipe, speed, which_method
+from benchmarks import edges, inpainting, int8, methods, quality, recipe, sliders, speed, which_method
 from simpletune.engine.profiling.figures import KINDS
 from simpletune.system.options import Json
 
@@ -29,6 +29,7 @@ SMALL: dict[str, tuple[str, list[str]]] = {
         [],
     ),
     "inpainting": ("--prompts 2 --rows 'not trained;seed 0'", ["inpainting.png"]),
+    "sliders": ("--prompts 2 --rows 'seed 0'", ["sliders.png"]),
     "edges": ("--rows 'autoencoder;48x48'", []),
     "int8": (f"--rows 'bf16;int8 products and gradients;down, embedded' {ONE}", ["int8.png"]),
     "methods": ("--rows 'lokr, factor 16, rank 16'", []),
@@ -38,6 +39,7 @@ SMALL: dict[str, tuple[str, list[str]]] = {
 """The arguments of each grid, and the files that it writes beside its table."""
 FEWER: list[tuple[Any, str, object]] = [
     (quality, "STEPS", 2), (which_method, "STEPS", 2), (which_method, "ROUNDS", 2), (recipe, "SEEDS", 1),
+    (sliders, "TRAINED", 2), (sliders, "STEPS", 2),
     (inpainting, "IMAGES", 8), (inpainting, "TRAINED", 2), (inpainting, "STEPS", 2), (edges, "PROMPTS", 2),
     (edges, "ALONE", (*edges.ALONE, *ONE.split())), (int8, "STEPS", 2), (int8, "ENDS", 1), (methods, "BLOCKS", 1),
     (methods, "SIZE", 64), (methods, "ROUNDS", 2), (methods, "SHIPPED", {"sd3_medium_lora_24gb": "none"}),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import host
+from benchmarks import host, memory
 from benchmarks.host_row import Causes
 from simpletune.estimate.timing.datasheet import CORE, HOST
 
@@ -28,6 +28,15 @@ def test_a_row_compares_with_fp32_lora_and_int8_with_bf16() -> None:
     plain = host.ROWS["SD 1.5, not checkpointed"]
     assert not plain.checkpoints and host.ROWS["SD 1.5, checkpointed"].checkpoints
     assert ["precision.weights=bf16" in host.overrides_of(plain, name) for name in ("bf16", "int8")] == [True, False]
+    assert {"ratio", "int8_ratio"} & set(host.compared({"bf16": 0.1})) == set(), "of a row of ours alone"
+
+
+def test_every_row_and_contender_is_a_configuration() -> None:
+    for name, row in host.ROWS.items():
+        for each in row.contenders:
+            config = memory.config_of(host.overrides_of(row, each))
+            assert config.precision.weights == {"nf4": "nf4", "int8": "int8", "int8_products": "int8"}.get(each, "bf16")
+            assert (config.memory.checkpointing == "none") == ("not checkpointed" in name)
 
 
 def test_the_host_s_seconds_are_predicted_as_measured() -> None:
@@ -35,6 +44,6 @@ def test_the_host_s_seconds_are_predicted_as_measured() -> None:
     rows = json.loads((Path(host.__file__).parent / "results" / "cpu" / "host.json").read_text())["rows"]
     for name, row in rows.items():
         assert CORE == pytest.approx(row["core"], rel=0.1)
-        for each in host.COUNTED:
-            predicted = sum(count * HOST[task] for task, count in row["tasks"][each].items())
+        for each, tasks in row["tasks"].items():
+            predicted = sum(count * HOST[task] for task, count in tasks.items())
             assert predicted == pytest.approx(row[each], rel=0.15), f"{name}, {each}: now {host.fitted(rows.values())}"

@@ -112,7 +112,8 @@ def test_published_rows_run_diffusers_blocks_and_have_the_range_that_estimate_st
     assert found["step"] == found["predicted"] == whole.seconds
     assert found["range"] == pytest.approx([low * found["predicted"], high * found["predicted"]])
     step = hours.step_row("L4", file, ())
-    assert step["range"][0] < step["step"] < step["range"][1] and found["step"] > 1.05 * step["step"]
+    assert step["range"][0] < step["step"] < step["range"][1]
+    assert found["step"] != pytest.approx(step["step"], rel=0.03), "those of our own blocks"
     monkeypatch.setattr(predicted_seconds, "record_step", lambda *_: [sections])
     rate = predicted(Row("study", "x", "L4", 1.0, RATE, file, ()))
     assert rate["range"][0] < rate["predicted"] < rate["range"][1]  # of pictures a second: the slow end first

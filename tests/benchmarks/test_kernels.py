@@ -54,11 +54,13 @@ def test_the_kernels_compile_for_cards_that_are_not_here(row: Row) -> None:
 def test_the_committed_table_is_that_of_the_kernel() -> None:
     assert not STALE, "a kernel of simpletune/engine/quant has changed: run make kernels"
     versions = {name.partition(":")[0] for name in TABLE}
-    assert {version.rpartition(".")[0] for version in versions} == {"Triton 3.6", "Triton 3.7"}  # pyproject.toml's
+    minors = {version.rpartition(".")[0] for version in versions}
+    assert minors == {"Triton 3.6", "Triton 3.7", "Triton 3.8", "Triton 3.9"}  # pyproject.toml's
     for version in versions:
-        for row in kernels.rows_of_table():
-            found = TABLE[f"{version}: {row.name}"]
-            assert problems(row, found, version.removeprefix("Triton ")) == [], row.name
+        rows = {f"{version}: {row.name}": row for row in kernels.rows_of_table()}
+        for name, row in rows.items():
+            assert problems(row, TABLE[name], version.removeprefix("Triton ")) == [], name
+        assert kernels.few_tiles(rows, TABLE) == []
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,20 @@ def test_what_only_some_rows_may() -> None:
     assert problems(row, spilled, "3.7.1") == problems(row, fused, "3.6.0") == []
     assert problems(row, fused, "3.7.1") and problems(replace(row, card=90), fused, "3.6.0")
     assert problems(replace(row, sizes="even"), spilled, "3.6.0")
+    large = Row(120, "product", "forward", (128, 128, 64, 4, 4), "even")
+    assert problems(large, spilled, "3.8.0") == [] and problems(large, spilled, "3.7.1")
+    assert problems(replace(row, sizes="even"), spilled, "3.8.0") and problems(FEW[2], spilled, "3.9.0")
+
+
+@needs_triton
+def test_products_of_which_few_tiles_do_not_spill_are_named() -> None:
+    from simpletune.engine.quant.int8_kernel import MOST_SPILLED, TILES
+
+    rows = {str(tile): Row(89, "product", "forward", tile, "even") for tile in TILES}
+    stacks = {name: {"stack": MOST_SPILLED + 8 * (number >= 5)} for number, name in enumerate(rows)}
+    assert kernels.few_tiles(rows, stacks) == []
+    stacks[str(TILES[0])]["stack"] += 8
+    assert kernels.few_tiles(rows, stacks) == ["sm_89 product forward even: only 4 of 10 tiles do not spill"]
 
 
 def test_a_gradient_by_words_must_load_words_and_gelu_may_flush() -> None:

@@ -8,11 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline, StableDiffusionXLPipeline
+from diffusers import AutoencoderKL, Flux2KleinPipeline, StableDiffusion3Pipeline, StableDiffusionXLPipeline
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.tiny_models import make_tiny_sd3, make_tiny_sdxl, networks, train_autoencoder, train_text_encoders
+from benchmarks.tiny_models import (
+    make_tiny_klein,
+    make_tiny_sd3,
+    make_tiny_sdxl,
+    networks,
+    train_autoencoder,
+    train_text_encoders,
+)
 from simpletune.apps.cli.main import main
 from simpletune.data.demo import demo_scenes
 
@@ -185,3 +192,33 @@ def test_the_tiny_sdxl_from_the_tiny_sd3(tmp_path: Path, monkeypatch: pytest.Mon
     before = (out / "model_index.json").stat().st_mtime_ns
     make_tiny_sdxl.make(parts, runs, out, overrides(tmp_path))  # all is done: only the export is repeated
     assert (out / "model_index.json").stat().st_mtime_ns > before
+
+
+def test_the_tiny_klein_from_the_tiny_sd3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its autoencoder gives the same pictures back, and latents of mean 0 and deviation 1."""
+    monkeypatch.setattr(make_tiny_klein, "IMAGES", 8)
+    monkeypatch.setattr(make_tiny_klein, "MEASURED", 24)
+    parts, run, out = tmp_path / "parts", tmp_path / "runs" / "tiny-klein", tmp_path / "tiny_klein"
+    make_tiny_klein.make(parts, run, out, overrides(tmp_path))
+    start, trained = assert_exported(out, run, "transformer")
+    assert (trained["context_embedder.weight"] != start["context_embedder.weight"]).any()
+    pipeline = Flux2KleinPipeline.from_pretrained(out, local_files_only=True)
+    image = pipeline(  # its first argument is a picture
+        prompt="a red star", num_inference_steps=2, height=64, width=64, max_sequence_length=32, guidance_scale=2.0
+    ).images[0]
+    assert np.asarray(image).shape == (64, 64, 3)
+    plain = AutoencoderKL.from_pretrained(make_tiny_klein.demo.MODELS["demo:tiny-sd3"] / "vae").eval()
+    vae, pixels = (
+        make_tiny_klein.autoencoder(make_tiny_klein.demo.MODELS["demo:tiny-sd3"] / "vae", 0),
+        torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)),
+    )
+    with torch.no_grad():
+        raw = vae.encode(pixels).latent_dist.mode()
+        assert torch.equal(raw, plain.encode(pixels).latent_dist.mode())
+        assert torch.equal(vae.decode(raw).sample, plain.decode(raw).sample)
+        drawn = train_autoencoder.to_unit(train_autoencoder.render(24, seed=1))
+        patched = torch.nn.functional.pixel_unshuffle(vae.encode(drawn).latent_dist.mode(), 2)
+    mean, variance = (each[:, None, None] for each in (vae.bn.running_mean, vae.bn.running_var))
+    normal = (patched - mean) / variance.sqrt()
+    torch.testing.assert_close(normal.mean((0, 2, 3)), torch.zeros(64), rtol=0, atol=1e-4)
+    torch.testing.assert_close(normal.std((0, 2, 3)), torch.ones(64), rtol=1e-4, atol=0)

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, StableDiffusion3Pipeline, StableDiffusionXLPipeline
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    Flux2KleinPipeline,
+    StableDiffusion3Pipeline,
+    StableDiffusionXLPipeline,
+)
 from PIL import Image
 
 from benchmarks.quality import GUIDANCE, STEPS, STYLE, Easel, Prompt, accuracies, prompts_of, unrelated
@@ -25,14 +30,18 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS: dict[str, dict[str, Any]] = {
     "sd3": {"pretrained": demo.TINY_SD3, "t5_length": 24},
     "sdxl": {"family": "sdxl", "pretrained": demo.TINY_SDXL},
+    "klein": {"family": "klein", "pretrained": demo.TINY_KLEIN, "text_length": 32},
 }
-SIZES = {"sd3": 11e6, "sdxl": 13e6}  # bytes
+SIZES = {"sd3": 11e6, "sdxl": 13e6, "klein": 8e6}  # bytes
 MADE_BY = {"sd3": "autoencoder_log.jsonl text_log.jsonl transformer_log.jsonl summary.json tiny_sd3_from_scratch.json",
-           "sdxl": "unet_log.jsonl summary.json tiny_sdxl_from_scratch.json tiny_sdxl_v.json"}  # fmt: skip
-NAMES = {"sd3": "tiny-sd3", "sdxl": "tiny-sdxl-v"}
+           "sdxl": "unet_log.jsonl summary.json tiny_sdxl_from_scratch.json tiny_sdxl_v.json",
+           "klein": "transformer_log.jsonl summary.json tiny_klein_from_scratch.json"}  # fmt: skip
+NAMES = {"sd3": "tiny-sd3", "sdxl": "tiny-sdxl-v", "klein": "tiny-klein"}
+PIPELINES = {"sd3": StableDiffusion3Pipeline, "sdxl": StableDiffusionXLPipeline, "klein": Flux2KleinPipeline}
 LEAST = {
     "sd3": {"colour": 0.85, "background": 0.85, "position": 0.8, "shape": 0.6},
     "sdxl": {"colour": 0.4, "background": 0.25, "position": 0.7, "shape": 0.6},
+    "klein": {"colour": 0.8, "background": 0.9, "position": 0.9, "shape": 0.45},
 }
 """Of 36 prompts, below the figures of the cards by three standard deviations of so few; chance is a tenth, a ninth, a
 fifth and an eighth."""
@@ -62,8 +71,7 @@ def drawn(family: str, easel: Easel) -> list[tuple[Prompt, Image.Image]]:
 @pytest.fixture(scope="module")
 def pipeline(family: str) -> Any:
     folder = demo.MODELS[MODELS[family]["pretrained"]]
-    kind = StableDiffusion3Pipeline if family == "sd3" else StableDiffusionXLPipeline
-    pipeline = kind.from_pretrained(folder, local_files_only=True)
+    pipeline = PIPELINES[family].from_pretrained(folder, local_files_only=True)
     if family == "sdxl":
         pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
@@ -93,10 +101,15 @@ def test_it_draws_most_of_what_it_is_asked_for(family: str, easel: Easel) -> Non
 
 
 def test_diffusers_draws_the_same_picture(family: str, pipeline: Any, drawn: list[tuple[Prompt, Image.Image]]) -> None:
-    own = {"max_sequence_length": 24} if family == "sd3" else {"height": 64, "width": 64}
+    size, no_words = {"height": 64, "width": 64}, {"negative_prompt": ""}
+    own = {
+        "sd3": {"max_sequence_length": 24} | no_words,
+        "sdxl": size | no_words,
+        "klein": size | {"max_sequence_length": 32},  # and no negative prompt
+    }[family]
     for prompt, image in drawn[:1]:
         theirs = pipeline(
-            prompt.text, negative_prompt="", num_inference_steps=STEPS, guidance_scale=GUIDANCE,
+            prompt=prompt.text, num_inference_steps=STEPS, guidance_scale=GUIDANCE,
             generator=torch.Generator("cpu").manual_seed(prompt.seed), **own,
         ).images[0]  # fmt: skip
         assert np.abs(np.asarray(image, float) - np.asarray(theirs, float)).max() <= 2  # of 255

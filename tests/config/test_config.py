@@ -366,8 +366,8 @@ def test_the_schema_of_editors_is_that_of_the_classes() -> None:
 def test_every_config_loads_and_says_what_it_is_for(file: Path) -> None:
     data = json.loads(file.read_text())
     assert (file.parent / data["$schema"]).samefile(ROOT / "configs" / "schema.json")
-    needs_images = not data["data"].get("path", "").startswith("demo:")
-    made_here = data.get("model", {}).get("pretrained", "").startswith("runs/")  # by make tiny-sd3, make tiny-sdxl
+    needs_images = "concept" not in data and not data["data"].get("path", "").startswith("demo:")
+    made_here = data.get("model", {}).get("pretrained", "").startswith("runs/")  # by make tiny-sd3 and the like
     tiny = f"model.pretrained=demo:tiny-{data.get('model', {}).get('family', 'sd3')}"
     overrides = ["data.path=demo:pictures"] * needs_images + [tiny] * made_here
     part = next((part for part in ("transformer", "unet") if data.get("model", {}).get(part)), None)

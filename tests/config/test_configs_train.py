@@ -11,6 +11,7 @@ import tiny_sd15
 import tiny_sdxl
 from slow_cases import slow_but
 
+from benchmarks.tiny_models import tiny_klein
 from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.config.explain import explain
@@ -23,8 +24,8 @@ from simpletune.training.train import train
 ROOT = Path(__file__).resolve().parents[2]
 TRACED = "sd3_medium_lora_4gb.json"  # one has a trace: what profiling adds is the same for all
 FILES = list(shipped_files().values())
-FAST = (  # one of each family, LoRA, full fine-tuning and embeddings alone, and most levers
-    "demo_embeddings", "sd15_lora", "sd3_medium_full_8gb", "sd3_medium_lora_4gb", "sdxl_lora_6gb",
+FAST = (  # one of each family, LoRA, full fine-tuning, embeddings alone and a slider, and most levers
+    "demo_embeddings", "sd15_lora", "sd15_slider", "sd3_medium_full_8gb", "sd3_medium_lora_4gb", "sdxl_lora_6gb",
 )  # fmt: skip
 
 
@@ -44,20 +45,31 @@ def for_one_block(file: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def tiny_unets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny pipeline of each family with a UNet."""
-    folder = tmp_path_factory.mktemp("unets")
-    return {"sd15": tiny_sd15.build(folder / "sd15"), "sdxl": tiny_sdxl.build(folder / "sdxl")}
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny pipeline of each family but SD3."""
+    folder = tmp_path_factory.mktemp("families")
+    of_unets = {"sd15": tiny_sd15.build(folder / "sd15"), "sdxl": tiny_sdxl.build(folder / "sdxl")}
+    return of_unets | {"klein": tiny_klein.build(folder / "klein")}
 
 
-def tiny_model(file: Path, tiny_config: dict, tiny_unets: dict[str, Path]) -> list[str]:
+def tiny_model(file: Path, tiny_config: dict, tiny_models: dict[str, Path]) -> list[str]:
     """Overrides that take a tiny model of the file's family, its smallest pictures, and few of them a step."""
     data = json.loads(file.read_text())
     few = ["train.batch_size=2", "train.gradient_accumulation=1"] if data["train"].get("batch_size", 1) >= 16 else []
     few += [f"model.{part}=null" for part in ("unet", "transformer") if data.get("model", {}).get(part)]
-    if (unet := tiny_unets.get(data.get("model", {}).get("family", ""))) is not None:
-        return [f"model.pretrained={unet}", "data.resolution=64", *few]
-    return [*few, f"model.pretrained={tiny_config['model']['pretrained']}", "model.t5_length=8", "data.resolution=32"]
+    family = data.get("model", {}).get("family", "")
+    side = 32 if family in ("", "sd3") else 128 if "concept" in data and family != "klein" else 64
+    size = f"concept.resolutions=[{side}]" if "concept" in data else f"data.resolution={side}"
+    if (tiny := tiny_models.get(family)) is not None:
+        return [f"model.pretrained={tiny}", size, *few]
+    return [*few, f"model.pretrained={tiny_config['model']['pretrained']}", "model.t5_length=8", size]
+
+
+def trained_on(file: Path, tiny_config: dict) -> list[str]:
+    """Overrides that take the tiny pictures, or few steps of a slider's drawings."""
+    if "concept" in json.loads(file.read_text()):
+        return ["concept.drawing_steps=3", "validation.loss_samples=0"]
+    return [f"data.path={tiny_config['data']['path']}", "validation.loss_samples=1"]
 
 
 def captions(file: Path) -> list[str]:
@@ -67,11 +79,11 @@ def captions(file: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("file", slow_but([shipped_files()[name] for name in FAST], FILES), ids=lambda file: file.name)
-def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unets: dict[str, Path]) -> None:
+def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_models: dict[str, Path]) -> None:
     overrides = [
-        *tiny_model(file, tiny_config, tiny_unets), "device=cpu",
-        f"data.path={tiny_config['data']['path']}", "train.steps=2", "schedule.warmup_steps=1",
-        "checkpoint.every=1", "validation.every=null", "validation.steps=1", "validation.loss_samples=1",
+        *tiny_model(file, tiny_config, tiny_models), "device=cpu",
+        *trained_on(file, tiny_config), "train.steps=2", "schedule.warmup_steps=1",
+        "checkpoint.every=1", "validation.every=null", "validation.steps=1",
         "validation.seed=5", "validation.width=null",
         "validation.height=null", f"profile.max_traces={int(file.name == TRACED)}", "output.report=false",
         *(f"output.{key}={value}" for key, value in tiny_config["output"].items() if key != "report"),
@@ -81,7 +93,7 @@ def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unets: dict[str,
     assert config.about in explain(config)
     run = train(config)
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["eval_loss_after"] is not None
+    assert summary["steps"] == 2 and (summary["eval_loss_after"] is None) == (config.concept is not None)
     assert all(file.exists() for file in result_files(config, run))
     assert (run / "samples" / "grid.png").exists()
     traces = list((run.parents[1] / "profiles").rglob("*.pt.trace.json.gz"))
@@ -95,7 +107,7 @@ def test_trains_the_denoiser_at_its_real_size(file: Path, tiny_config: dict) -> 
     here = [f"model.{part}=null" for part in ("unet", "transformer") if model.get(part)]
     if model.get("pretrained", "").startswith("runs/"):  # which the file's own preparation makes
         here.append(f"model.pretrained=demo:tiny-{model.get('family', 'sd3')}")
-    config, _ = read_config(file, [f"data.path={tiny_config['data']['path']}", *captions(file), *here])
+    config, _ = read_config(file, [*trained_on(file, tiny_config), *captions(file), *here])
     shapes = dict(resolve_model_folder(config).model.architecture.known_shapes())
     trained, whole = config.adapter.trainable(shapes), sum(math.prod(shape) for shape in shapes.values())
     rate = config.optimizer.lr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -12,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import SIZES, make_plan, some_images
 
-from simpletune.data.plan import Plan
-from simpletune.data.samples import Crop, PlannedSample
+from simpletune.data.plan import GlobalBatch, Plan, steps_in_epoch
+from simpletune.data.samples import Crop, PlannedSample, samples_by_bucket
 from simpletune.data.sources.augmentation import RANGES, Augmentation
-from simpletune.data.sources.source import Hole
+from simpletune.data.sources.source import Hole, SourceImage
 from simpletune.data.storage.cache import LATENTS_VERSION, crop_key
 from simpletune.models.objectives.flow import Flow
 
@@ -314,3 +315,57 @@ def test_a_micro_batch_is_drawn_without_listing_the_others(monkeypatch: pytest.M
     expected = [plan.micro_batch(0, place) for place in range(3)]
     monkeypatch.setattr(type(plan), "micros", lambda self, step: pytest.fail("it lists all"))
     assert [plan.micro_batch(0, place) for place in range(3)] == expected
+
+
+# Prompts of lengths of their own
+
+
+def tens(prompts: Sequence[str]) -> list[int]:
+    """A number of tokens for each prompt."""
+    return [-len(prompt) // 10 * -10 for prompt in prompts]
+
+
+def of_lengths(count: int = 24) -> list[SourceImage]:
+    """Square and upright pictures, whose captions have 1 to 4 tens of characters."""
+    images = some_images([(64, 64), (48, 80)] * (count // 2))
+    return [replace(image, caption="c" * (number % 7 * 6 + 3)) for number, image in enumerate(images)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**63 - 1), st.sampled_from([0.0, 0.4]))
+def test_a_micro_batch_has_prompts_of_one_length(batch_size: int, accumulation: int, seed: int, rate: float) -> None:
+    """Or none of them, and an epoch still has every sample once; the manifest tells its steps."""
+    images = of_lengths()
+    plan = make_plan(
+        images, seed=seed, batch_size=batch_size, accumulation=accumulation, caption_dropout=rate, lengths=tens
+    )
+    seen: Counter[str] = Counter()
+    for step in range(plan.steps_per_epoch):
+        for rows in rows_of(plan, step):
+            assert len({row.view.bucket for row in rows}) == 1
+            assert len({tens([row.view.image.caption])[0] for row in rows}) == 1
+            assert len({row.caption == "" for row in rows}) == 1
+            seen.update(row.view.image.name for row in rows if row.weight)
+    assert seen == {image.name: 1 for image in images}
+    groups = samples_by_bucket(plan.manifest())
+    assert sorted(groups.values()) == sorted(map(len, plan.dealt.values())) and len(groups) == 8
+    assert steps_in_epoch(groups.values(), GlobalBatch(batch_size, accumulation)) == plan.steps_per_epoch
+
+
+def test_batches_by_length_are_tried_out_with_their_longest_prompts() -> None:
+    tried = make_plan(of_lengths(), batch_size=3, lengths=tens).one_of_each_size()
+    assert [{tens([row.caption])[0] for row in rows} for rows in tried] == [{40}, {40}]
+
+
+def test_variants_of_other_lengths_do_not_change_an_epochs_steps() -> None:
+    """A picture counts with its longest prompt, for micro-batches stay what they are from epoch to epoch."""
+    images = [replace(image, more=("c" * 3,)) for image in of_lengths()]
+    plan = make_plan(images, variants=2, lengths=tens)
+    alone = make_plan(of_lengths(), lengths=tens)
+    assert plan.tokens == alone.tokens and plan.steps_per_epoch == alone.steps_per_epoch
+
+
+def test_captions_that_drop_together_drop_at_their_rate() -> None:
+    plan = make_plan(of_lengths(), batch_size=3, caption_dropout=0.3, lengths=tens)
+    dropped = np.mean([plan.micro_batch(step, 0)[0].caption == "" for step in range(2000)])
+    assert dropped == pytest.approx(0.3, abs=4 * math.sqrt(0.3 * 0.7 / 2000))

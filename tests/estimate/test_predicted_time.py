@@ -24,6 +24,7 @@ from simpletune.estimate.simulate.reports import SIMULATED, JobReport, StepRepor
 from simpletune.estimate.timing.constants import Constants, Grid, constants_file, write_constants
 from simpletune.estimate.timing.datasheet import CORE
 from simpletune.estimate.timing.sections import KernelWork, StreamWork
+from simpletune.estimate.timing.speeds import HostSpeeds
 from simpletune.runs.folder import PLANNED, PREDICTED, predicted_time, put_predicted
 from simpletune.runs.report import make_report
 from simpletune.runs.report.markdown import markdown
@@ -125,8 +126,8 @@ def test_a_run_on_a_card_is_priced_before_it_starts_by_the_users_prices_first(
     card = card_named_by_driver("NVIDIA L4", L4.bytes, (8, 9))
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (card, 0))
     monkeypatch.setattr(forecasting.DataCounts, "from_uncached", lambda config, plan: COUNTS)
-    cores = [CORE] * 9
-    monkeypatch.setattr(forecasting, "core_seconds", cores.pop)
+    hosts = [HostSpeeds(core=CORE)] * 9
+    monkeypatch.setattr(forecasting, "measure_host", lambda device: hosts.pop())
     prediction = Estimate(a_job("latents"), (32, 32))
 
     def found(**output: str) -> Json:
@@ -137,7 +138,7 @@ def test_a_run_on_a_card_is_priced_before_it_starts_by_the_users_prices_first(
         return time
 
     shipped = found()
-    assert len(cores) == 8, "this machine's core is timed"
+    assert len(hosts) == 8, "this machine is measured"
     assert shipped["price"]["per_hour"] == 0.7068
     assert shipped["seconds_per_step"] == pytest.approx(SECONDS, rel=0.02)
     assert shipped["cost"] == pytest.approx(shipped["seconds"] * 0.7068 / 3600, abs=1e-4)

@@ -1,4 +1,5 @@
-"""Norms and gated sums of a transformer block, written from the papers (adaLN-Zero: arXiv:2212.09748, section 3.2).
+"""Norms, gated sums and activations of a transformer block, written from the papers (adaLN-Zero: arXiv:2212.09748,
+section 3.2).
 
 Shapes: b samples, n tokens, d width. All in float64.
 """
@@ -23,3 +24,8 @@ def gated_sum(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:  # [b, n, d], [b, n
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., d], [d]
     """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467)."""
     return x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) ** 0.5 * weight
+
+
+def swiglu(gate: Tensor, value: Tensor) -> Tensor:  # [..., d] each
+    """gate / (1 + exp(-gate)) * value (arXiv:2002.05202, eq. 6)."""
+    return gate / (1 + (-gate).exp()) * value

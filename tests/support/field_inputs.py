@@ -19,7 +19,7 @@ import stream_data
 import tiny_unets
 from PIL import Image, ImageDraw, ImageOps
 
-from benchmarks.tiny_models import tiny_klein, tiny_sd3
+from benchmarks.tiny_models import tiny_klein, tiny_sd3, tiny_zimage
 
 
 def write(folder: Path) -> None:
@@ -32,6 +32,7 @@ def write(folder: Path) -> None:
     for version in ("sd15", "sdxl"):
         tiny_unets.build_pipeline(folder / f"{version}_other", version, seed=2)
     tiny_klein.build(folder / "klein_other", seed=2)
+    tiny_zimage.build(folder / "zimage_other", seed=2)
     _folders(folder)
     _tables(folder)
     hole = Image.new("L", (64, 64), 0)

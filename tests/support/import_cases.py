@@ -865,7 +865,7 @@ REFUSED = [
     ("diffusers", {"script": "train_dreambooth_lora_sdxl.py", "do_edm_style_training": True}, "(the noise of EDM)"),
     ("kohya_ss", {"flux1_checkbox": True}, "flux1_checkbox true (Flux)"),
     ("kohya_ss", {"unet_lr": 0, "text_encoder_lr": 1e-5}, "(the text encoders alone)"),
-    ("ai_toolkit", {"type": "slider"}, "type slider"),
+    ("ai_toolkit", {"type": "reference_slider"}, "type reference_slider"),
     ("ai_toolkit", {"model.is_flux": True}, "model.is_flux true (Flux)"),
     ("ai_toolkit", {"model.arch": "wan21"}, "model.arch wan21"),
     ("ai_toolkit", {"network.type": "lorm"}, "network.type lorm"),

@@ -249,9 +249,10 @@ def registered() -> Iterator[None]:
     changed = FieldInfo.from_annotated_attribute(union, field.default)
     changed.description = field.description
     layouts = cast(dict[Names, Sequence[Layout]], lora_registry.LAYOUTS)
-    klein = usual[-1].lora[0].names
+    own = next(each for each in usual if each.family == "klein").lora
+    klein = own[0].names
     new = {
-        "FAMILIES": (usual, (*usual[:-1], MadeUp())),
+        "FAMILIES": (usual, tuple(MadeUp() if each.family == "klein" else each for each in usual)),
         "TARGETS": (lora_registry.TARGETS, tuple(dict.fromkeys((*lora_registry.TARGETS, *NAMES.targets)))),
         "SHORT": (lora_registry.SHORT, lora_registry.SHORT | dict(NAMES.short)),
     }
@@ -266,7 +267,7 @@ def registered() -> Iterator[None]:
         _set_model(TrainConfig, field)
         exchange(1, 0)
         del layouts[NAMES]
-        layouts[klein] = usual[-1].lora
+        layouts[klein] = own
 
 
 def _exchange(values: Mapping[str, tuple[object, object]], old: int, new: int) -> None:

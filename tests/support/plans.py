@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import make_samples
@@ -29,8 +30,9 @@ def make_plan(
     batch_size: int = 2,
     accumulation: int = 1,
     objective: Flow | None = None,
+    lengths: Callable[[Sequence[str]], Sequence[int]] | None = None,
     **source: object,
 ) -> Plan:
     folder = Folder(**{"path": "x", "resolution": 64, **source})
     samples = make_samples(some_images() if images is None else images, folder.members)
-    return Plan(samples, folder, objective or Flow(), seed, GlobalBatch(batch_size, accumulation))
+    return Plan(samples, folder, objective or Flow(), seed, GlobalBatch(batch_size, accumulation), lengths=lengths)

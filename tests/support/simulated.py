@@ -26,7 +26,7 @@ LEVERS: dict[str, dict] = {
 
 def real(config: TrainConfig) -> StepReport:
     with pause_collection():
-        sizes = [(config.data.resolution, config.data.resolution)]
+        sizes = [(config.resolution, config.resolution)]
         return train(config, denoiser=load_base(config, CPU, sizes)).report
 
 

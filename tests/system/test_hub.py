@@ -46,6 +46,7 @@ from simpletune.system.hub import (
     data_set_folder,
     explain_hub_errors,
     fetch,
+    hub_file,
     is_hub_name,
     needed_files,
     part_folder,
@@ -679,3 +680,11 @@ def test_ctrl_c_ends_a_download_that_does_not_move(
         ours.fetch_files([in_xet])
     assert time.monotonic() - began < 30
     assert_no_weights_in_cache()
+
+
+def test_a_file_of_a_repository_is_told_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert hub_file("me/mine/v2/style.safetensors") == ("me/mine", "v2/style.safetensors")
+    others = ("me/mine", "style.safetensors", "runs/mine/style.safetensors", "./me/mine/a.safetensors", "a/b/c.bin")
+    assert not any(map(hub_file, (*others, "/a/b/c.safetensors")))

@@ -48,6 +48,10 @@ def alone(data: dict[str, Any]) -> Path:
     return train(validate(unwatched(data, f"{data['name']}-alone"), "test"))
 
 
+def _alone_from_prompts(data: dict[str, Any]) -> Path:
+    return train(validate(data | {"name": f"{data['name']}-alone"}, "test"))
+
+
 def test_two_processes_train_what_one_would(whole: tuple[Path, list[str]], ground: dict[str, Any]) -> None:
     run = whole[0]
     one = alone(ground)
@@ -67,6 +71,28 @@ def test_two_processes_train_what_one_would_of_sdxl(launcher: Launcher, ground: 
     torch.testing.assert_close(tensors(run), tensors(one), rtol=1e-3, atol=1e-5)
     losses = [[row["loss"] for row in read_metrics(each)] for each in (run, one)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, {"reduce": "exact", "batch_size": 2}], ids=["fast", "exact"])
+def test_two_processes_train_the_slider_that_one_would(
+    launcher: Launcher, ground: dict[str, Any], how: dict[str, Any], tmp_path: Path
+) -> None:
+    """From prompts alone: each draws its own micro-batches, and a step's gradients are exchanged once."""
+    directions: list[dict[str, Any]] = [
+        {"target": "a disc", "positive": "a large disc", "negative": "a small disc", "preserved": ["a heart"]},
+        {"target": "stripes", "negative": "stripes", "neutral": ""},
+    ]
+    data = unwatched(ground, f"slider-{len(how)}", train=how)
+    del data["data"]
+    data["concept"] = {"directions": directions, "resolutions": [32], "drawing_steps": 4}
+    data["output"] = data["output"] | {"cache": str(tmp_path / "cache")}
+    together(launcher, data)
+    one, run = _alone_from_prompts(data), run_of(data)
+    exact = {"rtol": 0, "atol": 0} if how else {"rtol": 1e-3, "atol": 1e-5}
+    torch.testing.assert_close(tensors(run), tensors(one), **exact)
+    losses = [[row["loss"] for row in read_metrics(each)] for each in (run, one)]
+    assert losses[0] == (losses[1] if how else pytest.approx(losses[1], rel=1e-4))
 
 
 def test_the_first_process_writes_and_speaks(whole: tuple[Path, list[str]], ground: dict[str, Any]) -> None:

@@ -14,15 +14,19 @@ TESTS = Path(__file__).resolve().parent
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", ["sd3", "sdxl", "klein"])
+@pytest.mark.parametrize(
+    "family",
+    [["sd3"], ["sdxl"], ["klein"], ["sd3", "--slider"], ["sdxl", "--slider"], ["klein", "--slider"]],
+    ids=" ".join,
+)
 @pytest.mark.slow  # test_interruptions.py fails a run at each kind of moment, test_together.py kills one of two
-def test_killed_runs_end_like_unkilled_ones(family: str) -> None:
+def test_killed_runs_end_like_unkilled_ones(family: list[str]) -> None:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{TESTS.parent.parent}:{TESTS.parent / 'support'}",
     }
-    command = [sys.executable, str(TESTS / "torture.py"), "--kills", "4", "--whole", "0", "--family", family]
+    command = [sys.executable, str(TESTS / "torture.py"), "--kills", "4", "--whole", "0", "--family", *family]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

@@ -77,10 +77,12 @@ class Ground:
 
     Args:
         families: of the models to draw from.
+        prompts_alone: whether the runs are sliders.
     """
 
-    def __init__(self, folder: Path, seed: int, families: Sequence[str]):
+    def __init__(self, folder: Path, seed: int, families: Sequence[str], prompts_alone: bool = False):
         self.folder, self.random, self.families = folder, random.Random(seed), families
+        self.prompts_alone = prompts_alone
         shape = replace(tiny_sd3.MINIMAL, layers=2, heads=2)
         tiny_sd3.build(folder / "sd3", shape, seed=1, dtype="fp32")
         tiny_sdxl.build(folder / "sdxl", seed=1)
@@ -121,6 +123,13 @@ class Ground:
                 "tracking": {"tensorboard": pick([True, False])},
                 "output": {"report": pick([True, False, False])},
             }  # fmt: skip
+            if self.prompts_alone:
+                del data["data"]
+                direction = {"target": "a disc", "positive": "a red disc", "negative": "a blue disc"}
+                kept = pick([{}, {"preserved": ["a heart", "a star"]}])
+                side = 128 if family == "sdxl" else PIXELS[family]
+                data["concept"] = {"directions": [direction | kept], "resolutions": [side], "drawing_steps": 4}
+                data["validation"]["loss_samples"] = 0
             try:
                 validate(data, "case")
             except ConfigError:
@@ -336,7 +345,9 @@ class Case:
         assert [f.name for f in self.run.parent.iterdir() if not f.name.endswith(".lock")] == [self.run.name]
 
 
-def torture(kills: int, whole: int, seed: int, folder: Path, limit: float, families: Sequence[str]) -> Tally:
+def torture(
+    kills: int, whole: int, seed: int, folder: Path, limit: float, families: Sequence[str], prompts_alone: bool = False
+) -> Tally:
     """Kill runs until so many kills are survived.
 
     Args:
@@ -350,7 +361,7 @@ def torture(kills: int, whole: int, seed: int, folder: Path, limit: float, famil
     began, tally, number = time.perf_counter(), Tally(), 0
     torch.set_num_threads(1)
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers' loading threads and torch's pool do not survive a fork
-    ground = Ground(folder, seed, families)
+    ground = Ground(folder, seed, families, prompts_alone)
     while tally.kills < kills:
         in_whole = tally.whole < whole
         want = min(5, whole - tally.whole) if in_whole else min(PER_CASE, kills - tally.kills)
@@ -370,6 +381,7 @@ def main() -> None:
     parser.add_argument("--whole", type=int, default=10, help="of them kills of whole processes")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--family", choices=MODELS, action="append", help="draw only from these (default: all)")
+    parser.add_argument("--slider", action="store_true", help="runs from prompts alone")
     parser.add_argument("--limit", type=float, default=600, help="seconds")
     args = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
@@ -378,7 +390,8 @@ def main() -> None:
     preload()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="torture-") as folder:
-        tally = torture(args.kills, args.whole, seed, Path(folder), args.limit, args.family or list(MODELS))
+        families = args.family or list(MODELS)
+        tally = torture(args.kills, args.whole, seed, Path(folder), args.limit, families, args.slider)
     print("\n".join([*tally.lines(), f"{time.perf_counter() - began:.0f} s, seed {seed}"]))
 
 

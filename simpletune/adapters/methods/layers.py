@@ -78,6 +78,10 @@ class UpdateLayer(nn.Module):
 class FactorLayer(UpdateLayer):
     """A layer whose update consists of factors, its parameters by the names that they have in files."""
 
+    cast_first: ClassVar[tuple[str, ...]] = ()
+    """The factors that are used in the activations' type and have gradients in it: ``cast_together`` may convert them
+    before the layer's pass, without another value."""
+
     def __init__(self, base_layer: nn.Module, factors: Mapping[str, Tensor], adapter: str = ADAPTER):
         super().__init__(base_layer, adapter)
         device = next(tensor.device for tensor in all_tensors(base_layer))
@@ -91,7 +95,9 @@ class FactorLayer(UpdateLayer):
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        return {name: factor for name, factor in self._parameters.items() if factor is not None}
+        """The factors, within a block's pass those that the block has cast."""
+        own = {name: factor for name, factor in self._parameters.items() if factor is not None}
+        return own | self.__dict__.get("cast", {})
 
 
 def innermost_layer(layer: nn.Module) -> nn.Module:

@@ -38,6 +38,8 @@ class LokrLayer(FactorLayer):
         skipped: number of the product's first rows that belong to other layers.
     """
 
+    cast_first = ("lokr_w2", "lokr_w2_a", "lokr_w2_b")  # W1's gradient is summed in fp32
+
     def __init__(self, base_layer: nn.Module, factors: Mapping[str, Tensor], adapter: str = ADAPTER, skipped: int = 0):
         super().__init__(base_layer, factors, adapter)
         self.skipped = skipped

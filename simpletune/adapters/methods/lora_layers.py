@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from peft.tuners.lora.layer import Conv2d, Linear, LoraLayer, LoraVariant
 from torch import Tensor, nn
 
-from simpletune.adapters.methods.layers import ADAPTER, geometry_of
+from simpletune.adapters.methods.layers import ADAPTER, FactorLayer, geometry_of
 from simpletune.engine.quant.frozen_product import Packed, multiply
 from simpletune.engine.quant.int8_conv import Geometry
 
@@ -309,8 +309,8 @@ def _operands(layer: LoraLayer, adapter: str, dtype: torch.dtype) -> tuple[Tenso
     if they have this type, with ranks dropped."""
     a, b = _factors(layer, adapter)
     cast = layer.__dict__.get("cast")
-    if cast is not None and cast[0].dtype == dtype:
-        a, b = cast
+    if cast is not None and cast["a"].dtype == dtype:
+        a, b = cast["a"], cast["b"]
     if a.dim() > 2:  # of a convolution
         a, b = a.flatten(1) if a.shape[2:] == (1, 1) else a, b.flatten(1)
     drop = layer._modules.get("update_dropout")
@@ -346,30 +346,41 @@ def _converted(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def cast_together(blocks: Iterable[nn.Module]) -> None:
-    """Let each block convert the factors of all its layers to the type of its activations together, once in a pass.
+    """Let each block convert the factors of all its layers to the type of its activations together, once in a pass:
+    LoRA's, and those that a ``FactorLayer`` names.
 
     Layers that drop ranks convert their own, after scaling those kept.
     """
     for block in blocks:
-        found = [layer for _, layer in lora_layers(block) if isinstance(layer, _OneUpdate)]
-        layers = [layer for layer in found if getattr(layer, "update_dropout", None) is None]
+        layers = [layer for layer in block.modules() if _to_cast(layer)]
         if layers:
             block.forward = _casting(block.forward, layers)
 
 
-def _casting(plain: Callable[..., Any], layers: Sequence[LoraLayer]) -> Callable[..., Any]:
+def _to_cast(layer: nn.Module) -> dict[str, Tensor]:
+    """Return the factors of a layer that its block converts."""
+    if isinstance(layer, FactorLayer):
+        return {name: factor for name, factor in layer.factors.items() if name in layer.cast_first}
+    if isinstance(layer, LoraLayer) and isinstance(layer, _OneUpdate):
+        if getattr(layer, "update_dropout", None) is None:
+            return dict(zip("ab", _factors(layer, ADAPTER), strict=True))
+    return {}
+
+
+def _casting(plain: Callable[..., Any], layers: Sequence[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler fuses the casts
             return plain(*args, **kwargs)
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        factors = [factor for layer in layers for factor in _factors(layer, ADAPTER)]
+        named = [_to_cast(layer) for layer in layers]
+        factors = [factor for each in named for factor in each.values()]
         device = x.device.type
         if x.dtype == factors[0].dtype or torch.is_autocast_enabled(device):
             return plain(*args, **kwargs)
-        cast = _Cast.apply(x.dtype, *factors)
-        for layer, a, b in zip(layers, cast[::2], cast[1::2], strict=True):
-            layer.__dict__["cast"] = a, b
+        cast = iter(_Cast.apply(x.dtype, *factors))
+        for layer, names in zip(layers, named, strict=True):
+            layer.__dict__["cast"] = dict(zip(names, cast, strict=False))
         try:
             return plain(*args, **kwargs)
         finally:

@@ -267,12 +267,14 @@ class LayerMethod(TargetedMethod):
         """Freeze the model and wrap its layers, with factors in ``dtype`` and products in the activations' type."""
         from simpletune.adapters.methods.formulas import FLOATS
         from simpletune.adapters.methods.layers import freeze_for_updates, wrap
+        from simpletune.adapters.methods.lora_layers import cast_together
 
         shapes, layer_class = freeze_for_updates(model, seed), self.layer_class()
         for name in self.modules(shapes):
             factors = layer_class.initial_factors(self.shapes_of(name, shapes))
             cast = {factor: tensor.to(FLOATS[self.dtype]) for factor, tensor in factors.items()}
             wrap(model, name, layer_class(model.get_submodule(name), cast))
+        cast_together(model.get_submodule(name) for name in getattr(model, "units", ()))  # of a denoiser
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors with the factors as trained, under the keys that ComfyUI reads."""

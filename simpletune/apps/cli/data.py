@@ -59,7 +59,7 @@ def write_masks(args: argparse.Namespace) -> None:
     else:
         from simpletune.config.resolve import resolve_data_folder
 
-        for source in resolve_data_folder(read_config_arguments(args, needs_model=False)).data.members:
+        for source in resolve_data_folder(read_config_arguments(args, needs_model=False)).pictures.members:
             if not isinstance(source, Folder) or source.mask == "alpha":
                 raise UserError(
                     f"data.mask: {source.path} has no mask files, but opacity. Set data.mask=files in a folder"

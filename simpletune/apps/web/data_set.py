@@ -289,7 +289,7 @@ def open_data_set(roots: Roots, place: str, index: str, model: str = "", side: s
         model = side = upscale = ""
     version = (0, 0) if path.is_dir() else (status.st_mtime_ns, status.st_size)
     config = _config_of(path, version, model, side, upscale == ANY)
-    members = config.data.members
+    members = config.sources
     number = whole_number(index) or 0
     number = number if number < len(members) else 0
     source = members[number]

@@ -46,7 +46,7 @@ def estimate_request(config: TrainConfig, data: Json, card: Card | None) -> Esti
     """Describe what to predict for a validated configuration, its JSON and the card to train on."""
     device = None if card is None else f"{card.gib:.2f}GiB" if card.found == 1.0 else card.name
     options = config.model_dump(mode="json", by_alias=True, exclude=IRRELEVANT)
-    sources = [file_stamp(Path(source.path)) for source in config.data.members]
+    sources = [file_stamp(Path(source.path)) for source in config.sources]
     about = [options, device, sources, __version__, versions()]
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     return EstimateRequest(key, data, device)

@@ -27,7 +27,7 @@ from simpletune.apps.web import processes, queue
 from simpletune.apps.web.processes import job_name
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run.files import AS_WRITTEN, COMFYUI, FORMATS, ResultFile
-from simpletune.apps.web.run.matrix import COMPARE, Matrix, comparisons_of, matrix_of, small_copy
+from simpletune.apps.web.run.matrix import COMPARE, Matrix, comparisons_of, matrix_of, small_copy, strip_of
 from simpletune.apps.web.run.progress import Progress, charts_of, evaluation_at, read_progress
 from simpletune.apps.web.run_state import Runs, file_stamp, json_object, stamps_in
 from simpletune.apps.web.templates import Form, render, with_form
@@ -201,7 +201,7 @@ class RunView:
         return {"run": self.progress, "image_form": self.image_form()}
 
     def images(self) -> Json:
-        return {"run": self.progress, "matrix": self.matrix}
+        return {"run": self.progress, "matrix": self.matrix, "strip": strip_of(self.folder)}
 
     def requests(self) -> Json:
         """Return waiting requests, answers and requested pictures, newest first."""

@@ -21,6 +21,7 @@ from simpletune.apps.web.form.filled_form import (
     FOLDER,
     MODEL,
     PROMPT,
+    SLIDER,
     FilledForm,
     FolderAnswers,
     FormRequest,
@@ -45,7 +46,7 @@ from simpletune.system.options import Json, plural
 CONFIGS, STARTING = "configs", ".start.lock"
 LISTED = 200  # configurations in a list
 SHOWN = 24  # thumbnails
-PRESET = "preset"
+PRESET, ONLY_PROMPTS = "preset", "a slider, from prompts alone"
 LONGEST = 4000  # characters of an address that keeps the form
 LOG_LINES = 30
 NAMED = 3  # fields with problems that are named beside Start
@@ -100,6 +101,8 @@ def change(request: Request, form: Form) -> Response:
         return _whole_page(request, filled, str(state.get("form", "")), state.get("live"))
     shown = {path: text.replace("\r\n", "\n") for path, text in asked.texts.items()}
     fields = filled.edited.fields
+    if (FOLDER in shown) == filled.is_slider:  # from pictures to prompts or back: another page
+        return Response(headers={"hx-redirect": _address(filled)})
     anew = []  # sections that have got or lost fields
     for each in filled.edited.sections:
         own = (path for path in shown if (f"{path}.".startswith(f"{each.path}.") if each.path else "." not in path))
@@ -181,7 +184,7 @@ def _read_request(form: Form) -> tuple[FormRequest, dict[str, object]]:
     if pick in {base.name for base in public_bases(None)}:
         texts[MODEL], family = pick, family_of(pick)
         if base.startswith("shipped:") or (family is not None and family.family != texts.get("model.family")):
-            base = PRESET  # the settings are another model's
+            base = PRESET if FOLDER in texts else SLIDER  # the settings are another model's
     trigger = " ".join(f"{word.strip() or TRIGGER} {kind}".split()) if kind.strip() else " ".join(word.split())
     what = next((each for each in WHAT if each == chosen), None)
     return FormRequest(base or PRESET, card or HERE, trigger, texts, shown, mine, given, what), state
@@ -209,7 +212,7 @@ def _whole_page(request: Request, filled: FilledForm, form: str, last: object, s
     shipped = [(f"shipped:{name}", name) for name in shipped_names()]
     unlisted = base.startswith(("file:", "run:", "shipped:")) and base not in dict(shipped)
     own = [(base, base.replace(":", " ", 1))] if unlisted else []
-    bases_to_start_from = [(PRESET, "what suits the card and the pictures"), *own, *shipped]
+    bases_to_start_from = [(PRESET, "what suits the card and the pictures"), (SLIDER, ONLY_PROMPTS), *own, *shipped]
     values |= {"tried": status != 200, "uploads": roots.uploads, "bases_to_start_from": bases_to_start_from}
     return render(request, "start.html", status, cards=cards(), files=files, **values)
 
@@ -280,7 +283,8 @@ def _estimate_request(filled: FilledForm) -> live.EstimateRequest | None:
     planned = filled.planned
     if planned is None:
         return None
-    return live.estimate_request(planned, {**filled.data, "data": planned.data.model_dump(mode="json")}, filled.card)
+    data = None if planned.data is None else planned.data.model_dump(mode="json")
+    return live.estimate_request(planned, {**filled.data, "data": data}, filled.card)
 
 
 def _cannot_download(filled: FilledForm) -> str:

@@ -125,6 +125,13 @@
     }
   });
 
+  const strength = find("strength");
+  if (strength) strength.addEventListener("input", () => {
+    const chosen = strength.dataset.strengths.split(",")[Number(strength.value)];
+    find("strength-value").textContent = chosen;
+    for (const image of document.querySelectorAll("img[data-strength]")) image.hidden = image.dataset.strength !== chosen;
+  });
+
   // Compute the run's cost at the given price.
   const price = find("price");
   const cost = () => {

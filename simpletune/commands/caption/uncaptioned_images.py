@@ -49,7 +49,7 @@ def sources_of(place: Path, overrides: list[str]) -> list[Folder]:
     note(notices)
     config = resolve_data_folder(read)
     folders: dict[str, Folder] = {}
-    for source in config.data.members:
+    for source in config.sources:
         if not isinstance(source, Folder):
             raise UserError(f"data.source: {source.path} is a table, which holds its captions. Caption folders only")
         folders.setdefault(source.path, require_text_captions(source, "data.captions: "))

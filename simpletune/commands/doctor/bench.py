@@ -20,6 +20,7 @@ from simpletune import __version__
 from simpletune.commands.doctor.checks import DRIVER, in_wsl
 from simpletune.commands.doctor.machine import Machine
 from simpletune.commands.doctor.probe import ProbeProcess
+from simpletune.estimate.timing.speeds import HostSpeeds
 from simpletune.system import strict_json
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
@@ -75,9 +76,15 @@ class Run(Option):
     measured_mib: Positive | None = None
     """Peak of what was allocated on the card; null on a processor."""
     predicted_seconds: Positive | None = None
-    """Of a step, by the card's data sheet and ``core``; null on a processor."""
+    """Of a step, by the card's data sheet and ``host``; null on a processor."""
     seconds: Positive | None = None
     """The median of ``steps`` steps."""
+    least: Positive | None = None
+    """The least of them."""
+    host: HostSpeeds | None = None
+    """The machine before the steps."""
+    host_after: HostSpeeds | None = None
+    """The machine after them: other programs disturbed a run whose figures differ."""
     steps: Annotated[int, Field(gt=0, lt=1000)] | None = None
     left_out: LeftOut | None = None
 
@@ -96,7 +103,7 @@ class CardFile(Option):
     cuda: Word | None = None
     system: Literal["Linux", "WSL", "other"]
     core: Positive
-    """Seconds of a fixed loop on one core of the processor (``host_probes.core_seconds``)."""
+    """Seconds of a fixed loop on one core of the processor (``host_probes.core_seconds``); of runs without ``host``."""
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
     versions: Annotated[dict[Word, Word], Field(max_length=20)]
     runs: Annotated[list[Run], Field(max_length=40)] = []
@@ -157,7 +164,7 @@ def measure_runs(machine: Machine, where: str, out: Path | None, seconds: float 
             break
         if any(run.name == name for run in card.runs):
             continue
-        run = take_run(machine, name, where, deadline, card.core)
+        run = take_run(machine, name, where, deadline)
         say(json.dumps(run.model_dump(mode="json", exclude_none=True)))
         card = card.model_copy(update={"runs": [*card.runs, run]})
         write_json(file, card.model_dump(mode="json", exclude_none=True))
@@ -174,8 +181,8 @@ def measure_runs(machine: Machine, where: str, out: Path | None, seconds: float 
 def describe(machine: Machine, where: str) -> CardFile:
     """Describe the machine for a file: nothing of its user, folders or network. Raises UserError if torch finds no
     card, or cannot be asked."""
-    torch, core = machine.ask("torch"), machine.ask("core")
-    for answer in (torch, core):
+    torch, host = machine.ask("torch"), machine.ask("host")
+    for answer in (torch, host):
         if "error" in answer:
             raise UserError(f"doctor --bench: {redact(answer['error'])}. simpletune doctor says more", 1)
     cuda = where == "cuda"
@@ -190,13 +197,13 @@ def describe(machine: Machine, where: str) -> CardFile:
     versions = [(name, version_or_none(name)) for name in (*LIBRARIES, "triton")]
     return CardFile(
         version=1,
-        card=printable_name(device["name"] if cuda else core["processor"]),
+        card=printable_name(device["name"] if cuda else host["processor"]),
         capability=list(device["capability"]) if cuda else None,
         memory_bytes=int(device["total"]) if cuda else None,
         driver=driver[0] if driver else None,
         cuda=torch["cuda"] if cuda else None,
         system="WSL" if in_wsl(machine) else "Linux" if machine.system[0] == "Linux" else "other",
-        core=float(f"{core['seconds']:.3g}"),
+        core=float(f"{host['core']:.3g}"),
         date=datetime.date.today().isoformat(),
         versions={"simpletune": __version__} | {name: found for name, found in versions if found},
     )
@@ -207,14 +214,14 @@ def printable_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9 .,()@/+_-]", " ", name)[:80].strip() or "unknown"
 
 
-def take_run(machine: Machine, name: str, where: str, deadline: float, core: float) -> Run:
+def take_run(machine: Machine, name: str, where: str, deadline: float) -> Run:
     """Ask the child for one run, within its budget and the deadline; whatever becomes of it is a run of the file."""
     began = time.monotonic()
     limit = min(RUN_SECONDS, deadline - began)
     if limit <= 0:
         return Run(name=name, left_out="out of time")
     machine.probe.seconds = limit
-    answer = machine.ask(f"bench {json.dumps([RUNS[name], where, OF_RUN * limit, core])}")
+    answer = machine.ask(f"bench {json.dumps([RUNS[name], where, OF_RUN * limit])}")
     if "error" in answer:
         is_late = time.monotonic() - began >= limit
         say(f"bench   {name}: {redact(answer['error'])}")  # on the screen only: it may name folders

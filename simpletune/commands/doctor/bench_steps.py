@@ -19,6 +19,8 @@ from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.estimate.timing.host_probes import measure_host
+from simpletune.estimate.timing.speeds import HostSpeeds
 from simpletune.estimate.timing.timeline import step_seconds
 from simpletune.models.shared.weights import TensorSource, fill_model
 from simpletune.stages.latent_cache import free_memory
@@ -81,7 +83,7 @@ class RandomWeights:
 @contextmanager
 def random_steps(config: TrainConfig, device: torch.device) -> Iterator[Steps]:
     """Set up the trainer's step on random weights, latents and prompts."""
-    side, shapes = config.data.resolution, config.model.files.known_config()
+    side, shapes = config.resolution, config.model.files.known_config()
     on_host = stays_on_host(config.memory, config.model)
     network = config.model.architecture
     empty = network.empty_tensors(shapes)
@@ -126,14 +128,13 @@ def run_config(overrides: Sequence[str], capability: tuple[int, int] | None) -> 
         return resolve_model_folder(settle_compute(config, capability))
 
 
-def measure(overrides: Sequence[str], where: str, seconds: float, core: float) -> Json:
+def measure(overrides: Sequence[str], where: str, seconds: float) -> Json:
     """Predict a run and take its steps.
 
     Args:
         overrides: of the run (``bench.RUNS``).
         where: cuda or cpu.
         seconds: budget; at least one step is timed.
-        core: ``host_probes.core_seconds`` of this machine.
 
     Returns:
         Fields of ``bench.Run``.
@@ -147,11 +148,12 @@ def measure(overrides: Sequence[str], where: str, seconds: float, core: float) -
     except ConfigError:
         return {"left_out": "not supported"}
     report = simulate(config, capability=capability)
-    found: Json = {"predicted_mib": round(report.peak.bytes / MIB, 1)}
+    host = measure_host(device)
+    found: Json = {"predicted_mib": round(report.peak.bytes / MIB, 1), "host": three_digits(host)}
     if capability:
         free, total = torch.cuda.mem_get_info(device)
         card = card_named_by_driver(torch.cuda.get_device_name(device), total, capability)
-        stated = step_seconds(report.sections, DatasheetSpeeds(card, core)).seconds
+        stated = step_seconds(report.sections, DatasheetSpeeds(card, host)).seconds
         found["predicted_seconds"] = round(stated, 4)
         if report.peak.bytes * ROOM > free:  # what only a busy card lacks is tried again by the next call
             return found | {"left_out": "does not fit" if report.peak.bytes * ROOM > total else "out of memory"}
@@ -162,10 +164,15 @@ def measure(overrides: Sequence[str], where: str, seconds: float, core: float) -
             times = _time_steps(steps.step, device, began + seconds)
     except torch.OutOfMemoryError:
         return found | {"left_out": "out of memory"}
-    found |= {"seconds": round(statistics.median(times), 4), "steps": len(times)}
+    found |= {"seconds": round(statistics.median(times), 4), "least": round(min(times), 4), "steps": len(times)}
     if capability:
         found["measured_mib"] = round(torch.cuda.max_memory_allocated(device) / MIB, 1)
-    return found
+    return found | {"host_after": three_digits(measure_host(device))}
+
+
+def three_digits(host: HostSpeeds) -> Json:
+    """Return what was measured of a machine, in three digits each."""
+    return {name: float(f"{value:.3g}") for name, value in host if value is not None}
 
 
 def _time_steps(step: Callable[[], Tensor], device: torch.device, deadline: float) -> list[float]:

@@ -23,6 +23,8 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 DRIVERS = {13: 580, 12: 525}  # oldest driver of each CUDA version that torch is built for
 LITTLE_FREE = 0.9  # share of the device memory; less free memory means others use a lot
 PRECISIONS = ("bf16", "int8", "nf4", "fp32")  # of the training steps
+DEAR_LAUNCH, SLOW_LINK = 10e-6, 5.0  # seconds; GB/s
+SLOW_PRODUCT = 0.5  # times the expected rate; a laptop's card may have less power than expected
 ALLOWED, ALLOWED_MIB = 0.05, 64.0  # a measured peak may exceed the prediction by the larger of both
 OF_WINDOWS = (
     "WSL takes half of the computer's memory unless .wslconfig in your Windows user folder says more, such as "
@@ -410,6 +412,50 @@ def card(machine: Machine) -> Iterator[Finding]:
         f"Other programs use it: {users or 'nvidia-smi names none'}",
         "End them, or leave room for them: simpletune estimate CONFIG --reserve GIB",
     )
+
+
+def product(machine: Machine) -> Iterator[Finding]:
+    """Check whether a large product runs at the rate of such a card."""
+    if not machine.ask("torch").get("devices"):
+        return
+    found = machine.ask("product")
+    if "error" in found:
+        why = "Its other computations will fail, too"
+        yield Finding("product", PROBLEM, found["error"], why, "See driver and torch above, or report it")
+        return
+    value = f"{found['tflops']:.3g} TFLOP/s in {found['dtype']}"
+    if found["expected"] is None:
+        yield Finding("product", OK, f"{value}; no figure is known for this card")
+        return
+    value += f", {found['expected']:.3g} expected of such a card"
+    why = remedy = ""
+    if found["tflops"] < SLOW_PRODUCT * found["expected"]:
+        why = "The card computes much slower than others of its kind"
+        remedy = "End other programs on it (nvidia-smi), and look at its power limit and temperature (nvidia-smi -q -d "
+        remedy += "POWER,TEMPERATURE,PERFORMANCE). " + OTHER_BUILD
+    yield Finding("product", WARNING if why else OK, value, why, remedy)
+
+
+def host(machine: Machine) -> Iterator[Finding]:
+    """Check what the processor, the driver and the link add to a step; a card that computes faster waits for them."""
+    found = machine.ask("host")
+    if "error" in found:
+        yield Finding("host", WARNING, found["error"], "Its speed is unknown", "Report it with this file attached")
+        return
+    value = f"{found['processor']}, {found['core'] * 1e6:.0f} us a loop"
+    if found["launch"] is None:
+        yield Finding("host", OK, value)
+        return
+    link = found["to_device"], found["to_host"]
+    value += f"; {found['launch'] * 1e6:.1f} us a launch; {link[0]:.1f} GB/s to the card, {link[1]:.1f} back"
+    why = remedy = ""
+    if found["launch"] > DEAR_LAUNCH:
+        why = "A launch takes 2 to 5 us on most machines, more in some virtual ones: a step launches thousands"
+        remedy = "Larger batches launch no more; speed.compile launches less. Predictions count with it"
+    elif min(link) < SLOW_LINK:
+        why = "16 lanes of PCI Express 3 copy 12 GB/s: streamed weights and offloaded inputs wait for the link"
+        remedy = "Put the card into the slot with the most lanes. Predictions count with it"
+    yield Finding("host", WARNING if why else OK, value, why, remedy)
 
 
 def bf16(machine: Machine) -> Iterator[Finding]:

@@ -25,9 +25,9 @@ from simpletune.system.redact import redact
 FOUND = 1  # exit code if there are problems
 CHECKS = (
     checks.python, checks.system, checks.memory, checks.disks, checks.windows_files, checks.folders,
-    checks.environment, checks.notification, checks.port, checks.driver, checks.torch, checks.card, checks.bf16,
-    checks.pinned_memory, checks.bitsandbytes, checks.quanto, checks.compiler, checks.int8_products,
-    hub_checks.login, hub_checks.licence,
+    checks.environment, checks.notification, checks.port, checks.driver, checks.torch, checks.card, checks.product,
+    checks.host, checks.bf16, checks.pinned_memory, checks.bitsandbytes, checks.quanto, checks.compiler,
+    checks.int8_products, hub_checks.login, hub_checks.licence,
 )  # fmt: skip
 
 

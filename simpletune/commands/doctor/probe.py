@@ -27,6 +27,7 @@ MARK = "@doctor "
 COMMAND = (sys.executable, "-m", "simpletune.commands.doctor.probe")
 SECONDS = 120.0  # timeout for an answer
 PINNED = 256 * 2**20
+SIDE = 4096  # of the matrices of the product that is timed: 2 ms on an L4
 
 
 class ProbeProcess:
@@ -154,12 +155,37 @@ def int8_facts() -> Json:
     return {"why_not": reason, "triton": None if reason else version("triton")}
 
 
-def core_facts() -> Json:
-    """Return the processor, and the seconds by which its cores compare."""
-    from simpletune.estimate.timing.host_probes import core_seconds
+def product_facts() -> Json:
+    """Time a large product in 16 bits on the card; return its TFLOP/s, and those expected of such a card or None."""
+    import torch
+
+    from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+    from simpletune.estimate.timing.host_probes import device_seconds
+    from simpletune.system.devices import BF16_FROM
+    from simpletune.system.gpus import card_named_by_driver
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    about = torch.cuda.get_device_properties(device)
+    card = card_named_by_driver(about.name, about.total_memory, (about.major, about.minor))
+    name = "bf16" if card.capability >= BF16_FROM else "fp16"
+    a, b = (torch.ones(SIDE, SIDE, device=device, dtype=getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[name]))
+            for _ in range(2))  # fmt: skip
+    seconds = device_seconds(device, lambda: torch.mm(a, b.t()))
+    stated = DatasheetSpeeds(card)
+    expected = stated.seconds("product_tn", name, (SIDE, SIDE, SIDE)) if stated.is_known else None
+    operations = 2 * SIDE**3 / 1e12
+    return {"dtype": name, "tflops": operations / seconds, "expected": expected and operations / expected}
+
+
+def host_facts() -> Json:
+    """Return the processor, and what ``measure_host`` finds of the machine."""
+    import torch
+
+    from simpletune.estimate.timing.host_probes import measure_host
     from simpletune.system.environment import cpu_name
 
-    return {"processor": cpu_name(), "seconds": core_seconds()}
+    found = measure_host(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return {"processor": cpu_name(), **found.model_dump()}
 
 
 QUESTIONS: dict[str, Callable[[], Json]] = {
@@ -168,7 +194,8 @@ QUESTIONS: dict[str, Callable[[], Json]] = {
     "optimum-quanto": quanto_facts,
     "pinned memory": pinned_facts,
     "int8 products": int8_facts,
-    "core": core_facts,
+    "host": host_facts,
+    "product": product_facts,
 }
 
 

@@ -42,7 +42,7 @@ def take_steps(weights: str, count: int) -> Json:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    side = config.data.resolution
+    side = config.resolution
     denoiser = load_base(config, device, [(side, side)])
     core = assemble(config, denoiser, SingleProcess(device))
     denoiser.train()

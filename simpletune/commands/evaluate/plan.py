@@ -156,21 +156,23 @@ def shots_of(first: ImageRequest, prompts: Sequence[Prompt], seeds: int) -> list
 
 def real_images(config: TrainConfig, run: Path) -> tuple[list[SourceImage], int]:
     """Return the pictures that a run trained on, evenly thinned to `REAL`, without those of regularization sources."""
-    members = config.data.members
-    wanted = [each for each in scan_sources(config.data).images if not members[each.source].regularization]
+    members = config.sources
+    wanted = [each for each in scan_sources(config.pictures).images if not members[each.source].regularization]
     there = {(image.source, image.name): image for image in wanted}
-    trained: Json = {} if config.data.streamed else read_json_or_none(run / DATA) or {}  # a stream lists no pictures
+    trained: Json = (
+        {} if config.pictures.streamed else read_json_or_none(run / DATA) or {}
+    )  # a stream lists no pictures
     rows = {(row.get("source", 0), row["file"]): row["sha256"] for row in trained.get("samples", [])}
     rows = {key: digest for key, digest in rows.items() if not members[key[0]].regularization}
     lacking = [key[1] for key, digest in rows.items() if key not in there or there[key].digest != digest]
     if lacking:
         raise UserError(
-            f"{config.data.place}: {plural(len(lacking), 'training picture')} missing or changed since the run "
+            f"{config.pictures.place}: {plural(len(lacking), 'training picture')} missing or changed since the run "
             f"({join_names(lacking, 4)}). Put them back; what is drawn already stays"
         )
     different = {there[key].digest: there[key] for key in sorted(rows or there)}  # a folder may be listed twice
     found = list(different.values())
     if not found:
-        raise UserError(f"{config.data.place} has no usable picture to compare with. Put the run's pictures back")
+        raise UserError(f"{config.pictures.place} has no usable picture to compare with. Put the run's pictures back")
     count = min(REAL, len(found))
     return [found[number * len(found) // count] for number in range(count)], len(found)

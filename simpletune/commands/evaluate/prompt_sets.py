@@ -78,7 +78,7 @@ def subject_words(config: TrainConfig, token: str | None, kind: str | None) -> W
     """Take the words that the user gave, or the demo's own."""
     style = (demo_scenes.STYLE_TRIGGER, "")
     own = {"demo:subject": (demo_scenes.SUBJECT_TRIGGER, "figure"), "demo:style": style, "demo:pictures": style}
-    known = own.get(config.data.place, ("", ""))
+    known = own.get(config.pictures.place, ("", ""))
     return Words(known[0] if token is None else token, known[1] if kind is None else kind)
 
 
@@ -88,12 +88,12 @@ def find_prompts(name: str | None, config: TrainConfig, words: Words, captions: 
     None: `DEMO` for the demo's data, otherwise `RUN`. Captions are those of the run's pictures.
     """
     if name is None:
-        name = DEMO if config.data.place in DATA else RUN
+        name = DEMO if config.pictures.place in DATA else RUN
     if name in DREAMBOOTH:
         return PromptSet(name, tuple(fill_template(template, words, name) for template in dreambooth(name)))
     if name == DEMO:
         scenes = demo_scenes.sample_scenes(DEMO_PROMPTS, seed=2024, held_out=True)
-        if config.data.place == "demo:subject":  # its figure in the places of held-out scenes
+        if config.pictures.place == "demo:subject":  # its figure in the places of held-out scenes
             template = demo_scenes.SUBJECT_TEMPLATE.replace("{subject} figure", "{{token}} {{class}}")
             prompts = [fill_template(template.format(**vars(scene)), words, DEMO) for scene in scenes]
         else:  # held-out scenes in the demo's style

@@ -95,7 +95,9 @@ def default_prompt(session: GenerationSession) -> str:
             return str(generation_parameters(file)["prompt"])
         except (OSError, ValueError, SyntaxError, KeyError):
             raise UserError(f"--prompt: {file} is damaged, so the run's prompt is not known. Give a prompt") from None
-    return example_prompt(session.config.data, session.config.train.seed)
+    if session.config.concept is not None:
+        return session.config.concept.directions[0].target
+    return example_prompt(session.config.pictures, session.config.train.seed)
 
 
 def choose_weights(session: GenerationSession, args: argparse.Namespace) -> tuple[str, Weights]:

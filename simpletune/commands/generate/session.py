@@ -27,7 +27,7 @@ from simpletune.engine.quant import Precision
 from simpletune.models.families import family_by_name, family_of
 from simpletune.models.shared.buckets import Size
 from simpletune.runs.folder import newest_run
-from simpletune.runs.stack import require_lora_of, require_stack
+from simpletune.runs.stack import require_lora_of, require_stack, without_assistants
 from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.runs.weights import BASE, Weights, load_weights, precision_of
 from simpletune.runs.weights_names import CheckpointRef, find_run, run_config
@@ -279,6 +279,7 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
         raise UserError(f"--objective: {run.folder} says what it was trained by. Leave it out, or give --model alone")
     else:
         config = run_config(run.folder, "--run: " if args.run else "")
+        config = without_assistants(config)
         require_stack(config, run.folder)
     config = config.model_copy(update=_changes(config, args))
     device, reason = choose_device(config.device, "auto", config.is_demo)

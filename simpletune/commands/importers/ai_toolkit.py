@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from simpletune.commands.importers.command_lines import listed
 from simpletune.commands.importers.common_options import (
     VARIANTS,
+    leave_refiners_out,
     take_alpha,
     take_arguments,
+    take_assistant,
     take_convolutions,
     take_embedding,
     take_optimizer,
@@ -70,6 +73,8 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
             found.settings[key] = other
             found.leave(key, "only the first process is translated")
     _family(found, folder)
+    if found.settings.get("type") == "slider":
+        _slider(found)
     is_flow = found.objective == "flow"
     method = _adapter(found)
     take_start(found, "network.pretrained_lora_path")
@@ -83,7 +88,7 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
         found.take("train.ema_config.use_ema", "ema.decay", decay or 0.999)
         if decay:
             found.keep("train.ema_config.ema_decay", "see train.ema_config.use_ema")
-    sources = _data_sets(found)
+    sources = _data_sets(found) if found.get("concept") is None else []
     found.leave_others(tables)
     return found, sources
 
@@ -102,6 +107,50 @@ def _family(found: Translation, folder: Path) -> None:
     found.unused(f"{chosen} decides", *flags[0 if chosen == "model.arch" else 1 :])
     if str(found.settings.get("model.name_or_path")).startswith(("http:", "https:")):
         found.leave("model.name_or_path", "an address. Download the file and set model.pretrained")
+    if found.get("model.family") == "zimage":
+        rest = found.read("model.extras_name_or_path", as_text)
+        assistant = found.read("model.assistant_lora_path", as_text)
+        if rest is not None and found.has("model.name_or_path"):
+            found.take("model.name_or_path", "model.transformer", found.read("model.name_or_path", as_text))
+            found.take("model.extras_name_or_path", "model.pretrained", rest)
+        if assistant is not None:
+            take_assistant(found, "model.assistant_lora_path", assistant)
+
+
+def _slider(found: Translation) -> None:
+    """Translate a slider from prompts alone: targets to directions, anchors to preserved prompts."""
+    anchors = [_object(row) for row in found.read("slider.anchors", listed) or []]
+    preserved = list(dict.fromkeys(str(row["prompt"]) for row in anchors if row.get("prompt")))
+    if anchors:
+        why = "of each direction; for neg_prompt and multiplier there is preserved_weight"
+        found.take("slider.anchors", "concept.directions.0.preserved", preserved, why)
+    directions: list[Json] = []
+    for index, row in enumerate(map(_object, found.read("slider.targets", listed) or [])):
+        place = f"concept.directions.{index}"
+        ours: Json = {"target": "", **({"preserved": preserved} if preserved else {})}
+        for key, value in row.items():
+            part = found.part("slider.targets", f"{index}.{key}", value)
+            if key in ("target_class", "positive", "negative"):
+                name = "target" if key == "target_class" else key
+                ours[name] = as_text(value)
+                found.take(part, f"{place}.{name}", ours[name])
+            elif key == "weight":
+                ours[key] = number(value)
+                found.take(part, f"{place}.weight", ours[key])
+            elif key == "multiplier" and number(value) == 1:
+                found.leave(part, "strengths 1 and -1 are trained", same=True)
+            else:
+                found.leave(part, "set guidance" if key == "multiplier" else "not supported")
+        directions.append(ours)
+    found.set("concept.directions", directions)
+    step, sizes = found.family.architecture.multiple, found.read("slider.resolutions", listed)
+    if sizes is not None:
+        sides = dict.fromkeys(max(step, round(max(map(number, listed(size))) / step) * step) for size in sizes)
+        found.take("slider.resolutions", "concept.resolutions", list(sides), "squares of the longer side")
+    most = found.read("train.max_denoising_steps", whole_number)
+    if most is not None:
+        found.take("train.max_denoising_steps", "concept.drawing_steps", most)
+    found.unused("every step trains both strengths", "slider.batch_full_slide")
 
 
 def _adapter(found: Translation) -> str:
@@ -131,6 +180,8 @@ def _adapter(found: Translation) -> str:
     lokr = kind.lower() == "lokr"
     found.take("network.type", "adapter.method", "lokr" if lokr else "lora")
     found.take("network.type", "adapter.targets", "all_linear", "the layers that ai-toolkit's networks update")
+    if found.get("model.family") == "zimage":
+        leave_refiners_out(found, "network.type", TITLE)
     if lokr:
         found.by_table([KeyRule("network.lokr_factor", "adapter.factor", whole_number)])
         full = found.read("network.lokr_full_rank", boolean)
@@ -207,6 +258,8 @@ def _objective(found: Translation, is_flow: bool) -> None:
         ("train.min_denoising_steps", least, "min_sigma", "min_timestep"),
         ("train.max_denoising_steps", most, "max_sigma", "max_timestep"),
     ):
+        if key == "train.max_denoising_steps" and found.get("concept") is not None:
+            continue
         if value is not None and is_flow:
             found.take(key, f"objective.{flow}", value / 1000, "a noise level from 0 to 1 here")
         elif value is not None:
@@ -231,9 +284,12 @@ def _samples(found: Translation) -> None:
     prompts = [str(row.get("prompt", "") if isinstance(row, dict) else row) for row in rows]
     trigger = str(found.settings.get("trigger_word") or found.get("text.embeddings.token") or "")
     prompts = [prompt.replace("[trigger]", trigger).strip() if trigger else prompt for prompt in prompts]
+    of_slider = found.get("concept") is not None
+    if of_slider:  # "a cat --m -3"
+        prompts = list(dict.fromkeys(re.sub(r",?\s--[a-z]\s.*", "", prompt) for prompt in prompts))
     prompts = [prompt for prompt in prompts if prompt]
     if prompts and not isinstance(rows[0], dict):
-        found.take(key, "validation.prompts", prompts)
+        found.take(key, "validation.prompts", prompts, "at the strengths -2 to 2" if of_slider else "")
     elif prompts:
         take_samples(found, key, [row for row in rows if isinstance(row, dict)], prompts)
     for name in ("width", "height"):

@@ -18,6 +18,7 @@ from simpletune.commands.importers.translation import (
 )
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.family import Family
+from simpletune.models.shared.family_files import ONLY_TRAINING
 from simpletune.system.options import Json, UserError, union_of
 
 VARIANTS = 8  # of each picture, where another trainer changes it anew in every epoch
@@ -356,3 +357,21 @@ def take_samples(found: Translation, key: str, rows: list[Json], prompts: list[s
         else:
             value = number(values[0]) if field == "guidance" else whole_number(values[0])
             found.take(own, f"validation.{field}", value, why)
+
+
+def leave_refiners_out(found: Translation, key: str, title: str) -> None:
+    """Give Z-Image's refiners, whose blocks ``adapter.targets`` counts among the others, no update."""
+    found.take(key, "adapter.layers", [{"pattern": "*_refiner", "rank": 0}], f"{title} does not update the refiners")
+
+
+def take_pipeline_guidance(found: Translation, key: str) -> None:
+    """Take the scale of guidance of a family's pipeline, which is off up to 1."""
+    offset, scale = found.family.words.pipeline.guidance_offset, found.read(key, number)
+    if offset and scale is not None:
+        why = f"the pipeline's scale is {-offset:g} less than that of ordinary guidance"
+        found.take(key, "validation.guidance", scale - offset if scale > 1 else 1.0, why)
+
+
+def take_assistant(found: Translation, key: str, name: str) -> None:
+    """Take a LoRA that is used only while training."""
+    found.take(key, "model.loras", [f"{ONLY_TRAINING}{name}"], "used only while training")

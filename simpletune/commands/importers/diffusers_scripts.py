@@ -1,4 +1,4 @@
-"""Translate the command line of one of diffusers' training scripts for SD 1.5, 2, 3 or XL."""
+"""Translate the command line of one of diffusers' training scripts for SD 1.5, 2, 3, XL or Z-Image."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from simpletune.commands.importers.translation import (
     whole_number,
 )
 from simpletune.config.schema import run_name
+from simpletune.models.zimage.zimage_files import SHIFT, TURBO_SHIFT
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "diffusers' scripts", "diffusers"
@@ -59,6 +60,9 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
         keys = {"token": "placeholder_token", "initial": "initializer_token", "vectors": "num_vectors"}
         take_embedding(found, keys, None)
         found.set("text.embeddings.keep_norm", False)
+    if found.get("model.family") == "zimage":
+        found.by_table([KeyRule("max_sequence_length", "model.text_length", whole_number)])
+        found.unused("the script does not read it", "guidance_scale", "text_encoder_lr")
     found.by_table(tables["options"])
     _precision(found, method)
     _optimizer(found)
@@ -137,7 +141,11 @@ def _noise_levels(found: Translation) -> None:
     found.by_table(
         [KeyRule("logit_std", "objective.logit_std", number), KeyRule("mode_scale", "objective.mode_scale", number)]
     )
-    found.take("weighting_scheme", "objective.shift", 3.0, "that of SD3's noise schedule, at every size")
+    shift, title = 3.0, "SD3"
+    if found.get("model.family") == "zimage":
+        model = found.family.model_copy(update={"pretrained": str(found.get("model.pretrained", ""))})
+        shift, title = (TURBO_SHIFT, "Turbo") if model.few_steps is not None else (SHIFT, "Z-Image")
+    found.take("weighting_scheme", "objective.shift", shift, f"that of {title}'s noise schedule, at every size")
     if found.read("precondition_outputs", boolean):
         found.leave("precondition_outputs", "it weighs the loss by sigma^2; here it is the velocity's plain error")
 

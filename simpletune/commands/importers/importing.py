@@ -175,7 +175,7 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
 
 def form_of(settings: Json) -> str | None:
     """Recognise the trainer by the keys of its configuration; None for an unknown format."""
-    if musubi_tuner.is_klein(settings):
+    if musubi_tuner.is_supported(settings):
         return musubi_tuner.TITLE
     _refuse_musubi_tuner(settings)
     if lora_easy_scripts.is_preset(settings):
@@ -244,7 +244,9 @@ def _assemble(general: Translation, sources: list[Translation], file: Path) -> J
             why = "name the data sets with --data, or set data.path"
             source.lines.append(KeyOutcome("changed", "the data", "not found", f"{source.place}path", FOLDER, why))
             source.config["path"] = FOLDER
-    if len(sources) == 1:
+    if "concept" in config:
+        assert not sources
+    elif len(sources) == 1:
         config["data"] = sources[0].config
         sources[0].lines = [
             replace(line, path=line.path.replace("data.sources.0.", "data.")) for line in sources[0].lines

@@ -56,6 +56,7 @@ from simpletune.commands.importers.translation import (
 )
 from simpletune.config.schema import run_name
 from simpletune.models.lora_registry import NUMBERS
+from simpletune.models.shared.family_files import ONLY_TRAINING
 from simpletune.system.options import Json, UserError
 from simpletune.system.regular_files import read_regular
 
@@ -133,6 +134,14 @@ FLOW = (
     "flow_use_ot",
     *SHIFTS,
 )
+LECO = {
+    "action": "erase", "guidance_scale": 1.0, "resolution": 512, "batch_size": 1, "multiplier": 1.0, "weight": 1.0,
+}  # fmt: skip
+"""Keys of LECO's prompts and what they are where the file has none."""
+LECO_KEYS = (
+    "target", "target_class", "positive", "negative", "unconditional", "neutral", "neutrals", "neutral_prompt_file",
+    "prompt_file", "resolutions", "dynamic_resolution", "dynamic_crops",
+)  # fmt: skip
 FREEZING = ("network_train_unet_only", "cache_text_encoder_outputs")
 FALLBACKS = {"dataset_repeats": "num_repeats", "train_batch_size": "batch_size"}  # options by other names
 DEFAULT_SIZE = {"resolution": [512, 512], "enable_bucket": False}
@@ -180,6 +189,8 @@ def translate(
     if "network" in script and "network_module" not in options:
         raise UserError(f"{script} has no network_module here. Give the file with its options (--config_file)")
     usual = {**trainer_tables(NAME)["defaults"], **(defaults or {})}
+    if "prompts_file" in options:
+        usual |= trainer_tables(NAME)["defaults_leco"]
     general = Translation({}, usual) if alone else _options(options, folder, script, usual, variant)
     if "config_file" in options and others:
         general.note("config_file", "its options are listed here; those of the command line come first")
@@ -197,7 +208,9 @@ def translate(
     elif general.has("dataset_config"):
         general.leave("dataset_config", "the file is not here. Give it with --data")
     found = content if found is None else found
-    if found is None:
+    if general.get("concept") is not None:
+        sources = []
+    elif found is None:
         sources = _data_folders(general)
     elif not isinstance(found, dict) or not isinstance(found.get("datasets"), list):
         raise UserError("--data: kohya's data sets are a TOML file with [[datasets]] (dataset_config)")
@@ -227,7 +240,9 @@ def _options(
         _precision(found, method)
     found.by_table(tables["options"])
     _optimizer(found)
-    if variant is None:
+    if found.has("prompts_file"):
+        _leco(found, folder)
+    elif variant is None:
         _text_encoders(found)
     _length(found)
     _memory(found, method)
@@ -243,6 +258,117 @@ def _options(
         if tracker in ("wandb", "all"):
             found.take("log_with", "tracking.wandb", "online")
     return found
+
+
+def _leco(found: Translation, folder: Path) -> None:
+    """Translate the prompts of train_leco.py (LECO): erasures, enhancements and sliders.
+
+    At the strength of its multiplier an item learns neutral -+ guidance_scale (positive - unconditional), to erase or
+    to enhance; a slider's target learns both strengths, from neutral along positive - negative
+    (sd-scripts, library/leco_train_util.py).
+    """
+    name = found.read("prompts_file", as_text)
+    content = read_named(folder, name)
+    if not isinstance(content, dict):
+        raise UserError(f"prompts_file: {name} is not here. Put it beside the options: it names what to train")
+    found.keep("prompts_file", "its prompts are listed here")
+    slider = content.get("slider", content)
+    rows = content.get("prompts") or (slider.get("targets") if isinstance(slider, dict) else None) or [slider]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"prompts_file: {name} has no [[prompts]] and no [[targets]], as train_leco.py reads them")
+    shared = content if "prompts" in content else slider
+    common = {key: value for key, value in shared.items() if key not in ("prompts", "targets", "slider")}
+    directions: list[Json] = []
+    sides: dict[int, None] = {}
+    batches: dict[int, None] = {}
+    step = found.family.architecture.multiple
+    for index, row in enumerate(rows):
+        values = LECO | common | row
+        try:
+            directions += [_direction(values | {"neutral": each}) for each in _neutrals(row, common, folder)]
+            for each in _sizes_of(values):
+                width, height = map(number, each if isinstance(each, list) else [each, each])
+                sides[side_of_area(width, height, step)] = None
+            batches[whole_number(values["batch_size"])] = None
+            for key, value in row.items():
+                _note_leco(found, found.part("prompts_file", f"{index}.{key}", value), key, values)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"prompts_file: {name}: item {index + 1} cannot be read ({error}). Correct it") from None
+    for key, value in common.items() if rows != [shared] else ():
+        _note_leco(found, found.part("prompts_file", key, value), key, common)
+    found.set("concept.directions", directions)
+    found.set("concept.resolutions", list(sides))
+    found.set("train.batch_size", next(iter(batches)))
+    if len(batches) > 1:
+        found.note("prompts_file", f"all directions have batches of {next(iter(batches))}")
+    found.by_table(
+        [
+            KeyRule("max_denoising_steps", "concept.drawing_steps", whole_number),
+            KeyRule("leco_denoise_guidance_scale", "concept.drawing_guidance", number),
+        ]
+    )
+    found.unused("LECO trains the denoiser alone", "network_train_unet_only")
+    found.unused("prompts_file has the batch", "train_batch_size")
+
+
+def _direction(values: Json) -> Json:
+    """Return our direction of an item of LECO's prompts."""
+    found: Json = {"target": str(values.get("target_class", values.get("target", "")))}
+    positive, negative = (str(values.get(name) or "").strip() for name in ("positive", "negative"))
+    neutral = values["neutral"]
+    if "target_class" in values:
+        found |= {"positive": positive} if positive else {}
+        found |= {"negative": negative} if negative else {}
+    else:
+        erases = str(values["action"]) == "erase"
+        found["negative" if erases else "positive"] = positive or found["target"]
+        if unconditional := str(values.get("unconditional", "")):
+            found["unconditional"] = unconditional
+    if neutral != found["target"]:
+        found["neutral"] = neutral
+    factors = {"guidance": number(values["guidance_scale"]), "weight": number(values["weight"])}
+    return found | {name: value for name, value in factors.items() if value != 1}
+
+
+def _neutrals(row: Json, common: Json, folder: Path) -> list[str]:
+    """Return the prompts that an item's prediction starts from, its own or those of all; each makes a direction."""
+    if "target_class" not in row | common:
+        values = common | row
+        return [str(values.get("neutral", values.get("unconditional", "")))]
+    for given in (row, common):
+        found = [str(each) for each in listed(given.get("neutrals", []))]
+        for key in ("neutral_prompt_file", "prompt_file"):
+            if (name := given.get(key)) and (file := find_beside(folder, str(name))) is not None:
+                lines = read_regular(file, MOST).decode("utf-8", "replace").splitlines()
+                found += [line.strip() for line in lines if line.strip()]
+        if found or "neutral" in given:
+            return found or [str(given["neutral"] or "")]
+    return [""]
+
+
+def _sizes_of(values: Json) -> list[object]:
+    """Return an item's sizes: sides, or pairs of them."""
+    sizes = values.get("resolutions", values["resolution"])
+    return sizes if isinstance(sizes, list) and sizes and isinstance(sizes[0], list) else [sizes]
+
+
+def _note_leco(found: Translation, part: str, key: str, values: Json) -> None:
+    """Say what became of a key of LECO's prompts."""
+    if key == "multiplier" and abs(number(values[key])) != 1:
+        found.note(part, "the strength that it trains is 1 here")
+    elif key == "multiplier" and number(values[key]) < 0:
+        found.note(part, "strength 1 is trained, not -1")
+    elif key in ("dynamic_resolution", "dynamic_crops") and not is_off(values[key]):
+        found.leave(part, "drawings have the sides of concept.resolutions")
+    elif key in LECO_KEYS or key in LECO:
+        one_sided = key in ("positive", "negative") and "target_class" in values
+        one_sided = one_sided and not (values.get("positive") and values.get("negative"))
+        if one_sided and values[key]:
+            found.note(part, "strength 1 is trained, and -1 is not")
+        else:
+            found.keep(part, "see concept")
+    else:
+        found.leave(part, "", same=False)
 
 
 def _prompts(found: Translation, folder: Path) -> None:
@@ -268,8 +394,10 @@ def _stack(found: Translation) -> None:
         found.unused("there are no base_weights", "base_weights_multiplier")
     else:
         each = zip_longest(files, scales[: len(files)], fillvalue=1)
-        loras = [file if scale == 1 else f"{file}:{scale:g}" for file, scale in each]
-        found.take("base_weights", "model.loras", loras)
+        named = [str(file) if scale == 1 else f"{file}:{scale:g}" for file, scale in each]
+        loras = [f"{ONLY_TRAINING}{name}" if "training_adapter" in name else name for name in named]
+        why = "an assistant is used only while training" if loras != named else ""
+        found.take("base_weights", "model.loras", loras, why)
         if scales:
             found.keep("base_weights_multiplier", "see base_weights")
 

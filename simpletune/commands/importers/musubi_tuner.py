@@ -1,5 +1,5 @@
-"""Translate musubi-tuner's configuration for FLUX.2 klein base 4B: most of its options are those of kohya's scripts, by
-whose tables they are read. Its other models are refused (``importing.py``)."""
+"""Translate musubi-tuner's configuration for FLUX.2 klein base 4B and Z-Image: most of its options are those of kohya's
+scripts, by whose tables they are read. Its other models are refused (``importing.py``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from simpletune.commands.importers import kohya
-from simpletune.commands.importers.common_options import take_alpha
+from simpletune.commands.importers.common_options import leave_refiners_out, take_alpha
 from simpletune.commands.importers.translation import (
     KeyOutcome,
     KeyRule,
@@ -24,6 +24,7 @@ from simpletune.commands.importers.translation import (
     whole_number,
 )
 from simpletune.models.flux2.flux2_files import KLEIN
+from simpletune.models.zimage.zimage_files import BASE
 from simpletune.system.options import Json
 
 TITLE, NAME = "musubi-tuner", "musubi_tuner"
@@ -36,13 +37,14 @@ SAMPLING: Mapping[str, tuple[str, object]] = {  # of timestep_sampling: objectiv
 }
 
 
-def is_klein(settings: Json) -> bool:
-    """Return whether a configuration or a command is musubi-tuner's for klein base 4B."""
+def is_supported(settings: Json) -> bool:
+    """Return whether a configuration or a command is musubi-tuner's for klein base 4B or Z-Image."""
     flat = flatten(settings)
-    of_flux_2 = str(flat.get("script", "")).startswith("flux_2_train") or "dit" in flat
-    return (of_flux_2 or flat.get("network_module") == "networks.lora_flux_2") and (
-        flat.get("model_version") == "klein-base-4b"
-    )
+    script, network = str(flat.get("script", "")), flat.get("network_module")
+    if script.startswith("zimage_train_network") or network == "networks.lora_zimage":
+        return True
+    of_flux_2 = script.startswith("flux_2_train") or "dit" in flat or network == "networks.lora_flux_2"
+    return of_flux_2 and flat.get("model_version") == "klein-base-4b"
 
 
 def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
@@ -50,18 +52,35 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
     general, sources = kohya.translate(settings, folder, data, variant=kohya.Variant(_model, _data_sets))
     for each in (general, *sources):
         each.lines = [replace(line, key=re.sub(r"\bimage_dir$", "image_directory", line.key)) for line in each.lines]
+    scale, offset = general.get("validation.guidance"), general.family.words.pipeline.guidance_offset
+    if offset and isinstance(scale, int | float):
+        own, why = (scale - offset if scale > 1 else 1.0), f"its scale is {-offset:g} less than ordinary guidance"
+        general.set("validation.guidance", own)
+        general.lines = [
+            replace(line, became="changed", new=own, why=why) if line.path == "validation.guidance" else line
+            for line in general.lines
+        ]
     return general, sources
 
 
 def _model(found: Translation) -> str:
     """Translate what differs from kohya's scripts: model, network, precision and noise levels."""
-    found.take("model_version", "model.family", "klein")
-    found.set("model.pretrained", KLEIN)
+    klein = found.read("model_version", as_text) is not None
+    base = KLEIN if klein else BASE
+    if klein:
+        found.take("model_version", "model.family", "klein")
+    else:
+        found.set("model.family", "zimage")
+    found.set("model.pretrained", base)
     found.by_table([KeyRule("dit", "model.transformer", as_text)])
-    found.unused(f"those of {KLEIN}", "vae", "text_encoder")
+    found.unused(f"those of {base}", "vae", "text_encoder")
     rank, alpha = found.read("network_dim", whole_number), found.read("network_alpha", number)
     found.take("network_module", "adapter.method", "lora")
-    found.take("network_module", "adapter.targets", "all_linear", "all linear layers of the blocks")
+    if klein:
+        found.take("network_module", "adapter.targets", "all_linear", "all linear layers of the blocks")
+    else:
+        found.take("network_module", "adapter.targets", "attention_mlp", "the blocks' layers but for modulations")
+        leave_refiners_out(found, "network_module", TITLE)
     found.take("network_dim", "adapter.rank", rank)
     take_alpha(found, "network_alpha", alpha, rank)
     found.by_table([KeyRule("network_dropout", "adapter.dropout", number)])

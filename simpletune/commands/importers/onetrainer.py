@@ -8,6 +8,7 @@ from typing import Any
 
 from simpletune.commands.importers.common_options import (
     VARIANTS,
+    leave_refiners_out,
     take_alpha,
     take_arguments,
     take_convolutions,
@@ -149,6 +150,8 @@ def _options(settings: Json) -> Translation:
     found = Translation(settings, tables["defaults"])
     _model(found)
     method = _adapter(found)
+    if "text_length" in type(found.family).model_fields and found.family.family != "klein":
+        found.by_table([KeyRule("text_encoder_sequence_length", "model.text_length", whole_number)])
     take_start(found, "lora_model_name")
     found.by_table(tables["options"])
     _part(found, found.family.denoiser, method)
@@ -224,6 +227,8 @@ def _adapter(found: Translation) -> str:
             [part.strip() for part in names.split(",") if part.strip()],
             "endings of layer names; OneTrainer matches any part of them",
         )
+    if "(?!.*refiner)" in (names or "") and found.get("model.family") == "zimage":
+        leave_refiners_out(found, "layer_filter", "its filter")
     chosen = found.get("adapter.targets")
     if preset == "full" or isinstance(chosen, list) and any(map(is_convolution, chosen)):
         rank = found.read("lokr_dim" if method == "lokr" else "lora_rank", whole_number)
@@ -289,7 +294,9 @@ def _part(found: Translation, name: str, method: str) -> None:
         found.take("train_dtype", "precision.compute", "bf16", "as the weights: those that train in bf16 need it")
     if kind in ("INT_W8A8", "FLOAT_W8A8"):
         part.take("weight_dtype", "precision.products", "int8")
-    if part.has("model_name"):
+    if str(own.get("model_name")).startswith(("http:", "https:")):
+        part.leave("model_name", f"an address. Download the file and set model.{name}")
+    elif part.has("model_name"):
         part.by_table([KeyRule("model_name", f"model.{name}", as_text)])
     part.by_table(
         [

@@ -8,9 +8,11 @@ from typing import Any
 from simpletune.commands.importers.common_options import (
     VARIANTS,
     take_arguments,
+    take_assistant,
     take_huber,
     take_lycoris,
     take_optimizer,
+    take_pipeline_guidance,
     take_schedule,
     take_start,
     take_swapped_blocks,
@@ -73,7 +75,7 @@ def _options(settings: Json, folder: Path) -> Translation:
     scheduler = str(settings.get("lr_scheduler", ""))
     family = str(settings.get("model_family", "sd3"))
     flow = {} if family == "sd3" else {"tokenizer_max_length": None}
-    flow |= {} if family in ("sd3", "flux2") else {"flow_schedule_shift": None}
+    flow |= {} if family in ("sd3", "flux2", "z_image") else {"flow_schedule_shift": None}
     found = Translation(
         settings, tables["defaults"] | (tables["polynomial"] if scheduler == "polynomial" else {}) | flow
     )
@@ -95,6 +97,8 @@ def _options(settings: Json, folder: Path) -> Translation:
 
 def _model(found: Translation) -> None:
     flavour, flavours = found.read("model_flavour", as_text), trainer_tables(NAME)["flavours"]
+    if found.settings.get("model_family") == "z_image":
+        return _z_image(found, flavour)
     named = found.has("model_flavour") or found.has("pretrained_model_name_or_path")
     if not named and found.settings.get("model_family") == "flux2":
         refuse("model_family", "flux2", "FLUX.2 klein 9B, unless model_flavour is klein-4b")
@@ -107,6 +111,36 @@ def _model(found: Translation) -> None:
     elif not found.has("pretrained_model_name_or_path") and str(found.settings.get("model_family", "")) == "sd3":
         found.defaults["model_flavour"] = "medium"
         found.take("model_flavour", "model.pretrained", SD35_MEDIUM)
+
+
+def _z_image(found: Translation, flavour: str | None) -> None:
+    """Translate Z-Image's version, and the assistant under which it trains Turbo by LoRA."""
+    found.by_table([KeyRule("tokenizer_max_length", "model.text_length", whole_number)])
+    take_pipeline_guidance(found, "validation_guidance")
+    known, named = trainer_tables(NAME)["z_image"], found.has("pretrained_model_name_or_path")
+    if flavour is None and not named:
+        flavour = found.defaults["model_flavour"] = "turbo-ostris-v2"
+    if flavour is not None and flavour not in known:
+        found.leave("model_flavour", f"unknown. Set model.pretrained; known are {', '.join(known)}")
+    elif flavour is not None:
+        own = known[flavour]
+        if named:
+            found.keep("model_flavour", "pretrained_model_name_or_path names the model")
+        else:
+            found.take("model_flavour", "model.pretrained", own["pretrained"])
+        if "transformer" in own:
+            found.take("model_flavour", "model.transformer", own["transformer"])
+        off = found.read("disable_assistant_lora", boolean) or found.settings.get("model_type") != "lora"
+        if "assistant" in own and not off:
+            path, file = (found.read(f"assistant_lora_{key}", as_text) for key in ("path", "weight_name"))
+            path = path or known["assistants"]
+            whole = path if path.endswith(".safetensors") else f"{path}/{file or own['assistant']}"
+            take_assistant(found, "model_flavour", whole)
+            for key in ("assistant_lora_path", "assistant_lora_weight_name"):
+                if found.has(key):
+                    take_assistant(found, key, whole)
+    found.unused("the assistant is that of a LoRA for Turbo", "assistant_lora_path", "assistant_lora_weight_name")
+    found.unused("see model.loras", "disable_assistant_lora")
 
 
 def _adapter(found: Translation, folder: Path) -> None:

@@ -22,7 +22,8 @@ from simpletune.commands.inspect_data.text import format_limit
 from simpletune.config.load import read_json, shipped_names
 from simpletune.config.schema import DEMO, run_name
 from simpletune.data.clip_words import is_clip_word
-from simpletune.data.demo import MODELS, TINY_SD3, TINY_SDXL
+from simpletune.data.concept import Direction
+from simpletune.data.demo import MODELS, TINY_KLEIN, TINY_SD3, TINY_SDXL
 from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.masks import LABEL
 from simpletune.data.split import split_images
@@ -40,6 +41,7 @@ DEFAULT_PROFILE = "8gb"  # profile for an unknown card
 TINY: Mapping[str, Mapping[str, str]] = {
     TINY_SD3: {"subject": "demo_subject", "style": "demo", "general": "demo"},
     TINY_SDXL: {"subject": "demo_sdxl", "style": "demo_sdxl", "general": "demo_sdxl"},
+    TINY_KLEIN: {"subject": "demo_klein", "style": "demo_klein", "general": "demo_klein"},
 }
 """Shipped configurations to take settings from, as a family's ``templates``, by the tiny model's name."""
 BY_CARD = ("precision", "memory", "optimizer")  # sections that differ between configurations for cards
@@ -58,13 +60,18 @@ CHECKPOINTS = 4  # number of checkpoints of a run, all of them kept
 HELD_OUT, FROM = 0.1, 50  # share of the pictures to hold out, and from how many pictures on
 TRIGGER = "sks"  # a word without meaning to the text encoders, commonly used for this
 GENERAL = "A photo of a lighthouse at dusk, waves against the rocks"
+TINY_SLIDER = 60, 8  # steps and batch, as demo_slider
+SLIDER_RANK, SLIDER_STEPS, SLIDER_SIDE, SLIDER_RATE = 4, 500, 768, 2e-4
+SLIDER_DEFAULTS = {name: info.get_default() for name, info in Direction.model_fields.items()}
+OWN_SIZE, DRAWN_SMALL = "the tiny model's own size", "drawing takes most of a step, and less at this size"
 LISTED = 3
 UNASKED = Answers()
 ORDER = (
-    "about", "name", "device", "model", "data", "adapter", "precision", "optimizer", "schedule", "objective", "train",
-    "prior", "memory", "checkpoint", "validation",
+    "about", "name", "device", "model", "data", "concept", "adapter", "precision", "optimizer", "schedule", "objective",
+    "train", "prior", "memory", "checkpoint", "validation",
 )  # fmt: skip
 WITHOUT_TOKENIZERS = "a single file has no tokenizers; only what it lacks is downloaded"
+UNDER = "ordinary training undoes drawing in few steps, so it trains under this LoRA and draws without it"
 NO_PHOTOS = "it draws flat figures of 64 px, no photos"
 WITHOUT_CARD = f"no graphics card here, so use the tiny model that comes with simpletune, for trying out: {NO_PHOTOS}"
 
@@ -149,21 +156,21 @@ def templates_for(name: str, profile: str) -> list[str]:
     return [name.format(card=size) for size in reversed(fitting)]
 
 
-class Choices:
-    """A configuration under construction."""
+class ModelChoices:
+    """A configuration under construction: the model, and the settings that fit the machine.
 
-    def __init__(self, seen: FolderContents, answers: Answers, device: Card | None, chosen: Json):
-        self.seen = seen
+    Args:
+        name: of the run.
+        what: what it teaches, of the base's ``templates``.
+        answers: what the user has said.
+        device: the card; None: there is none.
+    """
+
+    def __init__(self, name: str, what: What, answers: Answers, device: Card | None):
         self.answers = answers
         self.device = device
-        self.chosen = chosen
-        self.captioned = seen.own_captions
-        self.questions: list[Question] = []
-        guess, by = guess_what(seen)
-        self.what: What = answers.what or guess
-        self.by = "you said so" if answers.what else f"a guess from {by}"
-        self.trigger = answers.words or default_trigger(seen, self.what)
-        self.config: Json = {"name": run_name(seen.folder.name, "pictures")}
+        self.what: What = what
+        self.config: Json = {"name": name}
         self.reasons: list[Reason] = []
         self.notes: list[str] = []
         self.family: Family = FAMILIES[0]
@@ -227,6 +234,8 @@ class Choices:
         with suppress(UserError, KeyError, TypeError):  # the check of the whole configuration refuses it
             if base.files.denoiser_config(fetch=False) is not None and base.inpaints:
                 self.notes.append(f"{model} inpaints: it learns to fill holes in the pictures, and draws with a mask")
+        if loras := base.known_assistants:
+            self.set("model.loras", loras, UNDER)
         if base.files.lacks_tokenizers:
             self.set("model.text_encoders", base.files.text_example, WITHOUT_TOKENIZERS)
         if self.device is None and self.answers.on_cpu:
@@ -241,6 +250,26 @@ class Choices:
             self.reasons.append(Reason("precision, memory", f"those of {origin}", fits))
         else:
             self.set("memory.profile", profile, fits)
+
+    def in_order(self) -> Json:
+        """Return the configuration with its sections in the order of the schema, and the precision of a tiny model."""
+        if self.tiny:
+            self.config["precision"] = {"weights": "int8", "compute": "fp32"}
+        return {name: self.config[name] for name in ORDER if self.config.get(name)}
+
+
+class Choices(ModelChoices):
+    """A configuration for a folder of pictures under construction."""
+
+    def __init__(self, seen: FolderContents, answers: Answers, device: Card | None, chosen: Json):
+        guess, by = guess_what(seen)
+        super().__init__(run_name(seen.folder.name, "pictures"), answers.what or guess, answers, device)
+        self.seen = seen
+        self.chosen = chosen
+        self.captioned = seen.own_captions
+        self.questions: list[Question] = []
+        self.by = "you said so" if answers.what else f"a guess from {by}"
+        self.trigger = answers.words or default_trigger(seen, self.what)
 
     def choose_images(self) -> None:
         """Choose the folder, the resolution, and what to do about unusable pictures."""
@@ -266,7 +295,7 @@ class Choices:
             self.reasons.append(Reason("data.split", "train", describe_splits(seen.splits)))
         if self.tiny:
             side = TINY_SIDE
-            self.set("data.resolution", side, "the tiny model's own size")
+            self.set("data.resolution", side, OWN_SIZE)
         else:
             lower = self.resolution >= SIDES[0] and not self.family.text.reads_framing
             known = SIDES if lower else (self.resolution,)
@@ -556,10 +585,8 @@ class Choices:
             if self.tiny
             else f"{teaches} Base: {model}."
         )
-        if self.tiny:
-            self.config["precision"] = {"weights": "int8", "compute": "fp32"}
         self.config["about"] = about
-        self.config = {name: self.config[name] for name in ORDER if self.config.get(name)}
+        self.config = self.in_order()
 
 
 def _format_share(count: int, total: int, noun: str) -> str:
@@ -602,6 +629,40 @@ def suggest(
         tuple(choices.questions),
         seen.report.files,
     )
+
+
+def suggest_slider(direction: Direction, answers: Answers = UNASKED, device: Card | None = None) -> Suggestion:
+    """Suggest a configuration that trains a direction between prompts, without pictures."""
+    ends = [prompt for prompt in (direction.positive, direction.negative) if prompt]
+    choices = ModelChoices(run_name(ends[0] if ends else "", "slider"), "style", answers, device)
+    choices.choose_base()
+    config = choices.config
+    side = TINY_SIDE if choices.tiny else min(choices.resolution, SLIDER_SIDE)
+    given = {name: value for name, value in direction.model_dump().items() if value != SLIDER_DEFAULTS.get(name)}
+    config["concept"] = {"directions": [given], "resolutions": [side]}
+    choices.reasons.append(Reason("concept.resolutions", [side], OWN_SIZE if choices.tiny else DRAWN_SMALL))
+    if not choices.tiny:  # whose layers and rate are its own
+        config["adapter"], config["optimizer"] = {"method": "lora"}, config.get("optimizer", {}) | {"lr": SLIDER_RATE}
+    config["adapter"]["rank"] = SLIDER_RANK
+    choices.reasons.append(Reason("adapter.rank", SLIDER_RANK, "a direction needs little capacity"))
+    # which weighs the levels of a picture's loss
+    config["objective"] = {k: v for k, v in config.get("objective", {}).items() if k in ("name", "prediction")}
+    normal, batch = TINY_SLIDER if choices.tiny else (SLIDER_STEPS, 1)
+    steps = max(10, round(normal * LENGTHS[answers.length] / 10) * 10)
+    config["train"] = {"steps": steps, "batch_size": batch}
+    choices.reasons.append(Reason("train.steps", steps, f"{answers.length}: a slider needs few"))
+    config["schedule"] = {"name": "constant", "warmup_steps": min(20, steps // 10)}
+    choices.set("checkpoint.every", -(-steps // 2), "to see it half-way")
+    prompts = list(dict.fromkeys(prompt for prompt in (direction.target, *ends) if prompt))[:1]
+    config["validation"] = config.get("validation", {}) | {"every": config["checkpoint"]["every"]}
+    for name in ("loss_samples", "unrelated_prompts"):
+        config["validation"].pop(name, None)
+    choices.set(
+        "validation.prompts", prompts, "drawn at the strengths -2 to 2 from the same noise; name some of your own"
+    )
+    base = config["model"]["pretrained"]
+    config["about"] = f"A slider from prompts alone, written by simpletune init. {direction.describe()}. Base: {base}."
+    return Suggestion(choices.in_order(), tuple(choices.reasons), tuple(choices.notes), tuple(choices.smaller))
 
 
 def data_fields(chosen: Json) -> Json:

@@ -57,7 +57,8 @@ def fit_to_card(suggestion: Suggestion, card: Card) -> Suggestion:
             earlier = [each for each in suggestion.reasons if each.path != path or name == AS_ABOVE]
             notes = (*suggestion.notes, *speed)
             return replace(suggestion, config=tried, reasons=(*earlier, reason), notes=notes)
-    note = f"predicted not to fit even with the levers of {choices[-1][0]}: {words}. Use a smaller data.resolution"
+    note = f"predicted not to fit even with the levers of {choices[-1][0]}: {words}. Use a smaller "
+    note += "data.resolution" if "concept" not in config else "side in concept.resolutions"
     return replace(suggestion, notes=(*suggestion.notes, note))
 
 

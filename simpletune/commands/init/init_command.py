@@ -18,11 +18,13 @@ from simpletune.commands.init.choices import (
     default_trigger,
     guess_what,
     suggest,
+    suggest_slider,
 )
 from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.config.load import read_config, validate
 from simpletune.config.overrides import as_overrides, merge
 from simpletune.config.schema import DEMO
+from simpletune.data.concept import Direction
 from simpletune.data.sources.accounts import sentences
 from simpletune.data.sources.source import Source
 from simpletune.runs.outputs import require_new
@@ -35,6 +37,7 @@ from simpletune.system.shell import quote_command
 
 CPU = "cpu"
 MOST = 3  # attempts at a token
+SLIDER = '--slider "a person" "a person, smiling" "a person, frowning"'
 
 
 def file_for(folder: Path) -> Path:
@@ -90,6 +93,56 @@ def init_command(
         said |= {"--overwrite": overwrite, "--yes": quiet}
         options = options_of(said) if verb == "init" else []
         raise UserError(open_questions(folder, suggestion.questions, answers, overrides, verb, options))
+    _write(suggestion, out, card, why_none, overrides, interactive, verb)
+    return out
+
+
+def slider_command(
+    prompts: Sequence[str],
+    answers: Answers,
+    out: Path | None = None,
+    device: str | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+    overrides: Sequence[str] = (),
+) -> Path:
+    """Suggest, predict, and write the configuration of a slider.
+
+    Args:
+        prompts: the target, what strength 1 moves it towards, and what strength -1 does; empty: no such end.
+
+    The others are as those of ``init_command``. Raises UserError if the prompts make no direction, or the file exists.
+    """
+    if not 2 <= len(prompts) <= 3:
+        raise UserError(
+            f"--slider: {plural(len(prompts), 'prompt')}, but it takes what changes, what strength 1 moves it towards, "
+            f"and if wanted what strength -1 does: {SLIDER}"
+        )
+    target, positive, negative = (*prompts, "")[:3]
+    erases = bool(target) and not positive and target == negative
+    neutral = "" if erases else None  # which leaves less of it
+    direction = Direction(target=target, positive=positive or None, negative=negative or None, neutral=neutral)
+    if (problem := next(direction.problems(), None)) is not None:
+        raise UserError(f"--slider: {problem.path}: {problem.message}")
+    card, why_none = card_for(device)
+    suggestion = suggest_slider(direction, answers, card)
+    out = out or Path(f"{suggestion.config['name']}.json")
+    require_new(out, overwrite)
+    interactive = not quiet and sys.stdin.isatty() and sys.stdout.isatty()
+    _write(suggestion, out, card, why_none, overrides, interactive)
+    return out
+
+
+def _write(
+    suggestion: Suggestion,
+    out: Path,
+    card: Card | None,
+    why_none: str,
+    overrides: Sequence[str],
+    interactive: bool,
+    verb: str = "init",
+) -> None:
+    """Apply the overrides, fit the configuration to the card, write it, and say why it is as it is."""
     merged, notices, problems = merge(suggestion.config, list(overrides))
     validate(merged, str(out), problems)
     note(notices)
@@ -108,7 +161,6 @@ def init_command(
         ask_for_token(model)
     for line in _lines(suggestion, out, why_none, verb):
         say(line)
-    return out
 
 
 def ask_for_token(model: str, read: Callable[[str], str] = getpass) -> None:
@@ -230,9 +282,9 @@ def config_for(folder: Path, overrides: Sequence[str] = (), verb: str = "train")
         init_command(folder, Answers(), quiet=True, overrides=of_data, verb=verb)
     config, _ = read_config(file)
     init = quote_command("simpletune", "init", folder)
-    if not any(reads_folder(folder, source) for source in config.data.members):
+    if not any(reads_folder(folder, source) for source in config.sources):
         raise UserError(
-            f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
+            f"{file} is a configuration for other pictures ({config.pictures.place}). Name a configuration, or write "
             f"one: {init} --out FILE"
         )
     if not is_new:

@@ -40,7 +40,7 @@ def folder_config(
     file = file_for(folder)
     if model is None and device is None and os.path.isfile(file):  # its name may be too long for one
         config, notices = read_config(file, list(overrides), needs_model=False)
-        if any(reads_folder(folder, source) for source in config.data.members):
+        if any(reads_folder(folder, source) for source in config.sources):
             note(notices)
             return config, ""
     card = card_for(device)[0]
@@ -105,4 +105,4 @@ def _about(config: TrainConfig, assumed: bool, card: Card | None) -> str:
     title = DEFAULT_TITLE if model == DEFAULT_MODEL else model
     where = "" if card is None else f", on {card.name}"
     more = "; --model names another" if assumed and model == DEFAULT_MODEL else ""
-    return f"sizes are for {title} at {config.data.resolution} px{where}{more}"
+    return f"sizes are for {title} at {config.resolution} px{where}{more}"

@@ -21,7 +21,7 @@ from simpletune.system.hub import HubPart, Repository, cached_folder, is_hub_nam
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 WORDS = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
@@ -32,11 +32,18 @@ FolderState = tuple[tuple[str, int, int], ...]  # name, time of the last change 
 def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | None:
     """Return the number of tokens of each caption; None if no tokenizer is available. Raises UserError if it is
     damaged."""
-    folder = tokenizer_folder(config, config.model.text.encoders[0].tokenizer)
+    encoder = config.model.text.encoders[0]
+    folder = _readable_folder(config, encoder)
     if folder is None or not captions:
         return None
-    tokenizer = read_fast_tokenizer(folder, _state(folder))
-    return [len(encoding.ids) for encoding in tokenizer.encode_batch(list(captions))]
+    return [len(encoding.ids) for encoding in _encoded(read_fast_tokenizer(folder, _state(folder)), encoder, captions)]
+
+
+def _readable_folder(config: TrainConfig, encoder: TextEncoder) -> Path | None:
+    """Find the tokenizer of an encoder, if it is available and of a kind that is read here."""
+    folder = tokenizer_folder(config, encoder.tokenizer)
+    known = folder is not None and (encoder.kind == ClipEncoder.kind or (folder / "tokenizer.json").is_file())
+    return folder if known else None
 
 
 def tokenizer_folder(config: TrainConfig, part: str) -> Path | None:
@@ -63,7 +70,7 @@ class Cut:
     """Where one encoder truncates a caption."""
 
     encoder: str  # its kind, ``CLIP`` or ``T5``
-    tokens: int  # number of tokens of the caption, including those that the tokenizer adds
+    tokens: int  # number of tokens of the caption, including those that the tokenizer or a template adds
     limit: int  # number of tokens that the encoder sees
     place: int  # index of the first character that it does not see
 
@@ -72,33 +79,42 @@ class Cutter:
     """The locally available tokenizers of a model."""
 
     def __init__(self, config: TrainConfig):
-        self.known: list[tuple[str, int, Tokenizer]] = []
+        self.known: list[tuple[TextEncoder, Tokenizer]] = []
         self.problems: list[str] = []  # messages about tokenizers that are available but damaged
         first: dict[str, TextEncoder] = {}  # of each kind
         for encoder in config.model.text.encoders:
             first.setdefault(encoder.kind, encoder)
         for encoder in first.values():
-            folder = tokenizer_folder(config, encoder.tokenizer)
-            if folder is None or not (encoder.kind == ClipEncoder.kind or (folder / "tokenizer.json").is_file()):
+            folder = _readable_folder(config, encoder)
+            if folder is None:
                 continue
             try:
-                self.known.append((encoder.kind, encoder.limit, read_fast_tokenizer(folder, _state(folder))))
+                self.known.append((encoder, read_fast_tokenizer(folder, _state(folder))))
             except UserError as reason:
                 self.problems.append(str(reason))
-        self.names = [name for name, _, _ in self.known]
+        self.names = [encoder.kind for encoder, _ in self.known]
 
     def cuts(self, captions: Sequence[str]) -> list[list[Cut]]:
         """Return, for each caption, the encoders that truncate it, and where."""
         found: list[list[Cut]] = [[] for _ in captions]
-        for name, limit, tokenizer in self.known:
-            for place, encoding in enumerate(tokenizer.encode_batch(list(captions))):
+        for encoder, tokenizer in self.known:
+            limit, start = encoder.limit, len(encoder.template[0])
+            for place, encoding in enumerate(_encoded(tokenizer, encoder, captions)):
                 if len(encoding.ids) <= limit:
                     continue
                 text = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
                 kept = limit - (len(encoding.ids) - len(text))
-                end = encoding.offsets[text[kept - 1]][1] if kept > 0 else 0
-                found[place].append(Cut(name, len(encoding.ids), limit, end))
+                end = encoding.offsets[text[kept - 1]][1] - start if kept > 0 else 0
+                end = min(max(end, 0), len(captions[place]))  # the template's end may be cut alone
+                found[place].append(Cut(encoder.kind, len(encoding.ids), limit, end))
         return found
+
+
+def _encoded(tokenizer: Tokenizer, encoder: TextEncoder, captions: Sequence[str]) -> Sequence[Encoding]:
+    """Return the tokens of captions in the encoder's template."""
+    before, after = encoder.template
+    found: Sequence[Encoding] = tokenizer.encode_batch([f"{before}{caption}{after}" for caption in captions])
+    return found
 
 
 def _state(folder: Path) -> FolderState:

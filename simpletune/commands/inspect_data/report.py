@@ -58,7 +58,7 @@ def report(
         about: what the sizes are for, in a sentence.
     """
     with silence() if as_figures else nullcontext():
-        found = scan_dataset(resolve_data_folder(config), shown, tuple(source.path for source in config.data.members))
+        found = scan_dataset(resolve_data_folder(config), shown, tuple(source.path for source in config.sources))
     found.notes = (*([about] if about else []), *found.notes)
     if as_figures:
         print(json.dumps(as_json(found)))
@@ -78,7 +78,9 @@ def report(
         if not as_figures:
             say(f"{'written':<10} {', '.join(str(file) for file in written)}")
     if not found.usable:
-        raise UserError(f"data.path: {config.data.place} contains no usable pictures. Fix the problems listed above")
+        raise UserError(
+            f"data.path: {config.pictures.place} contains no usable pictures. Fix the problems listed above"
+        )
     return found
 
 

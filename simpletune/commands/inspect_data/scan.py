@@ -15,7 +15,7 @@ from PIL import Image
 from simpletune.commands.inspect_data.near_duplicates import ImageHash, hash_of, near_duplicates
 from simpletune.commands.inspect_data.prompt_cuts import token_counts
 from simpletune.commands.inspect_data.thumbnails import grey_hole, tile
-from simpletune.config.resolve import known_to_inpaint
+from simpletune.config.resolve import known_to_inpaint, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, drop_rejected
@@ -27,7 +27,7 @@ from simpletune.data.sources.multi_source import find_too_small, scan_sources, s
 from simpletune.data.sources.source import RejectedEntry, SourceImage, UnusableImage
 from simpletune.models.shared.buckets import Size, covering_size, upscaling
 from simpletune.models.text.encoder import TextEncoder
-from simpletune.stages.plan_data import make_plan
+from simpletune.stages.plan_data import make_plan, prompt_lengths
 from simpletune.system.console import progress
 
 if TYPE_CHECKING:
@@ -136,22 +136,22 @@ class DatasetReport:
 
 def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -> DatasetReport:
     """Scan a dataset; ``shown`` pictures get a tile, and ``names`` stand for the sources' folders."""
-    if config.data.streamed:  # its split draws from all rows, not only from the examined ones
+    if config.pictures.streamed:  # its split draws from all rows, not only from the examined ones
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
-    scan, inpaints = scan_sources(config.data), known_to_inpaint(config)
-    small = find_too_small(scan.images, config.data, config.model.architecture.multiple)
+    scan, inpaints = scan_sources(config.pictures), known_to_inpaint(config)
+    small = find_too_small(scan.images, config.pictures, config.model.architecture.multiple)
     images = _prefix_names(drop_rejected(scan.images, small), config)
     found = DatasetReport(
-        ", ".join(dict.fromkeys(names)) or config.data.place,
+        ", ".join(dict.fromkeys(names)) or config.pictures.place,
         scan.captions,
         [],
         [*scan.rejected, *small],
         dict(scan.left_alone),
     )
-    found.on_error = "stop" if stopping_entries(config.data, found.rejected) else "skip"
-    found.resolution, found.hints = config.data.resolution, scan.hints
+    found.on_error = "stop" if stopping_entries(config.pictures, found.rejected) else "skip"
+    found.resolution, found.hints = config.resolution, scan.hints
     found.files = scan.files
-    found.notes = (*scan.notes, *source_notes(config.data, scan.images, inpaints))
+    found.notes = (*scan.notes, *source_notes(config.pictures, scan.images, inpaints))
     if not images:
         return found
     plan = make_plan(config, images, inpaints)
@@ -180,7 +180,8 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     if found.usable:
         _compare(found)
         _read_captions(found, config)
-        plan = make_plan(config, [seen.image for seen in found.usable], inpaints)
+        lengths = prompt_lengths(resolve_model_folder(config), download=False)
+        plan = make_plan(config, [seen.image for seen in found.usable], inpaints, lengths)
         _count(found, plan)
         found.sources = plan.shares(names)
     return found
@@ -188,7 +189,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
 
 def _prefix_names(images: Sequence[SourceImage], config: TrainConfig) -> list[SourceImage]:
     """Prefix pictures' names with their folder's, to distinguish several sources."""
-    paths = [source.path for source in config.data.members]
+    paths = [source.path for source in config.sources]
     if len(set(paths)) == 1:
         return list(images)
     folders = Counter(Path(path).name for path in set(paths))
@@ -259,7 +260,7 @@ def _compare(found: DatasetReport) -> None:
 
 def _read_captions(found: DatasetReport, config: TrainConfig) -> None:
     names: dict[str, dict[str, None]] = defaultdict(dict)  # ordered, and each name once
-    prompted = {index for index, source in enumerate(config.data.members) if source.prompt is not None}
+    prompted = {index for index, source in enumerate(config.sources) if source.prompt is not None}
     shared = set[str]()
     for seen in found.usable:
         for caption in seen.image.captions:
@@ -285,7 +286,7 @@ def _count(found: DatasetReport, plan: Plan) -> None:
         if seen.image.name not in held:
             lost[seen.bucket].append(seen.lost)
     for size, members in plan.buckets.items():
-        batches = -(-len(members) // plan.batch_size)
+        batches = sum(-(-len(part) // plan.batch_size) for key, part in plan.dealt.items() if key[:2] == size)
         shares: Sequence[float] = lost[size]
         row = BucketRow(
             size=size,

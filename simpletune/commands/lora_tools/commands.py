@@ -436,7 +436,7 @@ def full_result(base: str | None) -> BaseReader | None:
         return None
     config = resolve_model_folder(run_config(run))
     family = config.model.model_copy(update={config.model.denoiser: str(folder), "loras": []})
-    conventions = config.model.conventions(config.objective, config.data.resolution)
+    conventions = config.model.conventions(config.objective, config.resolution)
     scheduler = config.objective.scheduler_config(config.model.files.scheduler_config(), conventions)
     return BaseReader(base, (family, family.files.part(family.denoiser)), scheduler)
 
@@ -470,10 +470,12 @@ def base_name(sources: list[NamedLora]) -> str:
 
 def stack_of(source: NamedLora) -> Stack | None:
     """Return the LoRAs that a run trained on top of, which its base needs."""
-    from simpletune.runs.stack import read_stack
+    from simpletune.runs.stack import read_stack, without_assistants
 
     config = source.config(open_lora(source.file).metadata)
-    return None if config is None else read_stack(resolve_model_folder(config), source.run)
+    if config is None:
+        return None
+    return read_stack(resolve_model_folder(without_assistants(config)), source.run)
 
 
 def refuse_same(out: Path, source: Path) -> None:

@@ -220,7 +220,7 @@ def small_jpeg(file: Path) -> str | None:
 
 def trigger_of(config: TrainConfig) -> str | None:
     """Return the trigger words: the prompt of all pictures, or what precedes every caption."""
-    if config.data.prompt:
-        return config.data.prompt
-    prefixes = {source.caption_prefix.strip(" ,") for source in config.data.members if not source.regularization}
+    if config.prompt:
+        return config.prompt
+    prefixes = {source.caption_prefix.strip(" ,") for source in config.sources if not source.regularization}
     return (prefixes.pop() or None) if len(prefixes) == 1 else None

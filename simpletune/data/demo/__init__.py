@@ -12,9 +12,9 @@ from pathlib import Path
 from simpletune.system.package import ASSETS
 
 PREFIX = "demo:"
-TINY_SD3, TINY_SDXL = "demo:tiny-sd3", "demo:tiny-sdxl"
-MODELS = {name: ASSETS / name.removeprefix(PREFIX).replace("-", "_") for name in (TINY_SD3, TINY_SDXL)}
-"""Pipeline folders, created by `make tiny-sd3` and `make tiny-sdxl`."""
+TINY_SD3, TINY_SDXL, TINY_KLEIN = "demo:tiny-sd3", "demo:tiny-sdxl", "demo:tiny-klein"
+MODELS = {name: ASSETS / name.removeprefix(PREFIX).replace("-", "_") for name in (TINY_SD3, TINY_SDXL, TINY_KLEIN)}
+"""Pipeline folders, created by `make tiny-sd3`, `make tiny-sdxl` and `make tiny-klein`."""
 SHIPPED = MODELS[TINY_SD3]
 STYLE, IMAGES, SUBJECT = DATA = ("demo:style", "demo:pictures", "demo:subject")
 

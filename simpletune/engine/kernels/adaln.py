@@ -94,14 +94,14 @@ def add_gated(*pairs: tuple[Tensor, GatedTokens]) -> list[Tensor]:  # [b, n, d] 
     return sums
 
 
-def can_fuse(tensors: Sequence[Tensor]) -> bool:
-    """Return whether an operator accepts these tensors. Not under autocast, which chooses its own types, or torch's
-    compiler, which fuses by itself."""
+def can_fuse(tensors: Sequence[Tensor], widest: float = LONGEST) -> bool:
+    """Return whether an operator accepts these tensors, of at most this width. Not on the meta device, under autocast,
+    which chooses its own types, or torch's compiler, which fuses by itself."""
     first = tensors[0]
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(first.device.type):
+    if first.device.type == "meta" or torch.compiler.is_compiling() or torch.is_autocast_enabled(first.device.type):
         return False
     same = all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in tensors)
-    return same and first.dtype in TYPES and first.dim() >= 3 and first.shape[-1] <= LONGEST
+    return same and first.dtype in TYPES and first.dim() >= 3 and first.shape[-1] <= widest
 
 
 class _Modulate(torch.autograd.Function):

@@ -1,9 +1,9 @@
-"""Norms of queries and keys (RMSNorm, arXiv:1910.07467) as one operator each, forward and backward.
+"""Norms of queries, keys and tokens (RMSNorm, arXiv:1910.07467) as one operator each, forward and backward.
 
 diffusers computes each by eight of torch's operators, half of them in fp32, and keeps an fp32 copy. The operators
 (``simpletune::rms_norm``) follow the rules of ``adaln.py``.
 
-Shapes: b samples, n tokens, h heads, d width of a head.
+Shapes: b samples, n tokens, h heads, d width of a head, or of a token.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from simpletune.engine.kernels.adaln import can_fuse
 from simpletune.engine.kernels.fallback import Fallback
 
-FALLBACK = Fallback("norms of queries and keys by torch's operators on {device}, which is slower: {reason}")
+FALLBACK = Fallback("norms without means by torch's operators on {device}, which is slower: {reason}")
 
 
-def normalise(x: Tensor, norm: nn.Module) -> Tensor:  # [b, n, h, d]
-    """Apply a norm of queries or keys: x / sqrt(mean(x^2) + eps) * weight, over the width of a head. A norm that is not
-    diffusers' ``RMSNorm`` is called as it is."""
+def normalise(x: Tensor, norm: nn.Module) -> Tensor:  # [b, n, d] or [b, n, h, d]
+    """Apply a norm: x / sqrt(mean(x^2) + eps) * weight, over the last dimension. A norm that is not diffusers'
+    ``RMSNorm`` is called as it is."""
     weight = norm.weight if type(norm) is RMSNorm and norm.bias is None else None
     if weight is None or not can_fuse([x, weight]):
         found: Tensor = norm(x)
@@ -68,7 +68,7 @@ def _backward_by_torch(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trai
     of_inverse = (given * x).sum(-1, keepdim=True)
     of_mean = -0.5 * of_inverse * inverse.pow(3)
     grad_x = (of_mean.expand_as(wide) / x.shape[-1] * (2 * wide)).to(x.dtype) + (given * inverse).to(x.dtype)
-    return [grad_x, *([(grad * scaled).sum((0, 1, 2))] if trains else [])]
+    return [grad_x, *([(grad * scaled).sum(tuple(range(x.dim() - 1)))] if trains else [])]
 
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")

@@ -4,7 +4,7 @@ A dispatch mode sees every operation, including those of the backward pass, of r
 It counts each new storage until the storage is freed, holding only a weak reference. Sizes are rounded up to 512 bytes
 as the CUDA caching allocator does (torch's CUDACachingAllocator.cpp, kMinBlockSize). Real and fake tensors count alike.
 
-It cannot see what a kernel allocates internally; kernel_workspace.py adds that.
+It cannot see what a kernel allocates internally; kernel_workspace.py adds that, cuda_libraries.py what cuBLAS takes.
 
 torch's own tracker (torch.distributed._tools.mem_tracker.MemTracker, 2.13) does not work here: it raises for frozen
 parameters and at a second micro-batch, has neither adapter nor plan among its kinds, and counts host memory.
@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,11 @@ from simpletune.system.phases import phase_name
 ACTIVATION_PHASES = ("noise", "forward", "loss", "backward")
 
 DEVICE = torch.ops.prim.device.default
+_PRODUCTS = {
+    id(getattr(torch.ops.aten, name).default)
+    for name in ("mm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "addmv_", "dot")
+}
+"""The operations that cuBLAS computes; addmm is cuBLASLt's (kernel_workspace.py)."""
 _RANGES = {
     id(torch.ops.profiler._record_function_enter_new.default): "enter",
     id(torch.ops.profiler._record_function_exit._RecordFunction): "exit",
@@ -67,16 +72,44 @@ class Peaks:
     """The largest snapshots."""
 
     def __init__(self) -> None:
-        self.largest = MemorySnapshot()
+        self._largest = MemorySnapshot(in_products=0)
+        self._by_phase: dict[str, MemorySnapshot] = {}
+        self._in_products: dict[str, int] = {}
+
+    @property
+    def largest(self) -> MemorySnapshot:
         """The largest of all phases; the last of equal ones, because optimizer states then have their kind."""
-        self.by_phase: dict[str, MemorySnapshot] = {}
+        return replace(self._largest, in_products=max(self._in_products.values(), default=0))
+
+    @property
+    def by_phase(self) -> dict[str, MemorySnapshot]:
         """The largest of each phase."""
+        most = self._in_products
+        return {name: replace(each, in_products=most.get(name, 0)) for name, each in self._by_phase.items()}
+
+    def most(self, phase: str) -> int:
+        """Return the bytes of a phase's largest snapshot; -1 if there is none."""
+        return self._by_phase[phase].bytes if phase in self._by_phase else -1
 
     def add(self, snapshot: MemorySnapshot) -> None:
         """Keep a snapshot if none was larger."""
-        before = self.by_phase.get(snapshot.phase, snapshot)
-        self.by_phase[snapshot.phase] = max(snapshot, before, key=lambda each: each.bytes)
-        self.largest = max(snapshot, self.largest, key=lambda each: each.bytes)
+        before = self._by_phase.get(snapshot.phase, snapshot)
+        self._by_phase[snapshot.phase] = max(snapshot, before, key=lambda each: each.bytes)
+        self._largest = max(snapshot, self._largest, key=lambda each: each.bytes)
+
+    def add_product(self, phase: str, live: int) -> None:
+        """Keep the live bytes of a product."""
+        if live > self._in_products.get(phase, 0):
+            self._in_products[phase] = live
+
+    def add_all(self, other: Peaks) -> None:
+        """Keep what another has."""
+        for snapshot in other._by_phase.values():
+            self.add(snapshot)
+        if other._by_phase:
+            self.add(other._largest)  # again: of equal ones in two phases it is the last
+        for phase, live in other._in_products.items():
+            self.add_product(phase, live)
 
 
 class PhaseTracker:
@@ -249,6 +282,8 @@ class Accounting(TorchDispatchMode):
             device = leaf.__dict__.get("_fake_device") if type(leaf) is FakeTensor else None  # not by the dispatcher
             if (device or leaf.device).type != "meta":  # meta tensors take no memory
                 grown |= self._see(leaf.untyped_storage())
+        if id(op) in _PRODUCTS:
+            self._peaks.add_product(self.phases.name, self._total)
         temporary = self._temporaries.get(id(op))
         if temporary is not None:
             self.look({"workspace": round_to_block(temporary(*args, **kwargs))})
@@ -270,7 +305,7 @@ class Accounting(TorchDispatchMode):
     def current(self) -> MemorySnapshot:
         """A snapshot of the live bytes."""
         by_kind = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
-        return MemorySnapshot(self._total, by_kind, self.phases.name, self.phases.module)
+        return MemorySnapshot(self._total, by_kind, self.phases.name, self.phases.module, 0)
 
     def forget_peak(self) -> None:
         """Reset the peaks, at the start of another stage."""
@@ -291,10 +326,7 @@ class Accounting(TorchDispatchMode):
             yield found
         finally:
             self._peaks = whole
-            for snapshot in found.by_phase.values():
-                whole.add(snapshot)
-            if found.by_phase:
-                whole.add(found.largest)  # again: of equal ones in two phases it is the last
+            whole.add_all(found)
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Return whether a tensor is registered as host memory."""
@@ -386,8 +418,7 @@ class Accounting(TorchDispatchMode):
         if self.limit is not None and total > self.limit:
             raise OutOfMemory(total)
         name, peaks = self.phases.name, self._peaks
-        before = peaks.by_phase.get(name)
-        larger = before is None or total >= before.bytes
+        larger = total >= peaks.most(name)
         if not larger and self.snapshots is None:
             return
         sizes = self._bytes if not more else {**self._bytes, **{k: self._bytes[k] + size for k, size in more.items()}}

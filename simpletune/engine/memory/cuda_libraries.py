@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
+from simpletune.system.environment import version_or_none
 from simpletune.system.gpus import CARDS
 
 MIB = 2**20
@@ -25,10 +29,32 @@ def most_multiprocessors(capability: tuple[int, int]) -> int:
     return known.get(capability, max(known.values()))
 
 
-def cublas_workspace(capability: tuple[int, int], threads: int = 2, deterministic: bool = False) -> int:
-    """Return the bytes of cuBLAS's permanent workspaces, one for each of ``threads`` that multiply matrices."""
+class Workspaces(NamedTuple):
+    """Bytes of cuBLAS's workspaces."""
+
+    kept: int
+    """From the first product on."""
+    within: int
+    """Within a product, for its time."""
+
+
+def cublas_workspaces(capability: tuple[int, int], threads: int = 2, deterministic: bool = False) -> Workspaces:
+    """Return what cuBLAS takes with the installed torch, where ``threads`` multiply matrices on the device."""
     # torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, and in the deterministic mode
-    # 8 x 4096 KiB on every card; one handle per thread (forward's and, after the first backward pass, autograd's), one
-    # workspace per handle and stream. cuBLASLt shares them.
+    # 8 x 4096 KiB on every card. Until 2.14 one handle per thread (forward's and, after the first backward pass,
+    # autograd's) kept one workspace per stream, which cuBLASLt shared. From 2.15 on a product's is freed at its end,
+    # and cuBLASLt's (of products with a bias) is 1 MiB (both seen on simulated cards).
     each = 32 * MIB if deterministic or capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * 1024
-    return threads * each
+    return Workspaces(0, each) if frees_workspaces() else Workspaces(threads * each, 0)
+
+
+def cublas_workspace(capability: tuple[int, int], threads: int = 2, deterministic: bool = False) -> int:
+    """Return the most bytes that cuBLAS takes; see ``cublas_workspaces``."""
+    return sum(cublas_workspaces(capability, threads, deterministic))
+
+
+@cache
+def frees_workspaces() -> bool:
+    """Return whether the installed torch frees cuBLAS's workspace after each product."""
+    major, minor = (version_or_none("torch") or "0.0").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 15)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 KINDS = ("weights", "adapter", "gradients", "optimizer", "activations", "plan", "workspace")
 """Kinds of device memory. Unregistered tensors count as activations if allocated in the forward or backward pass, and
@@ -25,6 +25,18 @@ class MemorySnapshot:
     """forward, backward, recompute (a checkpoint's second forward pass), clip or optimizer; empty outside a step."""
     module: str = ""
     """The named module in its forward or backward pass; empty if none."""
+    in_products: int | None = None
+    """The most live bytes during a product of cuBLAS, without its workspace, in the time of which this is the largest
+    snapshot; None: not recorded."""
+
+
+def largest_of(snapshots: Iterable[MemorySnapshot]) -> MemorySnapshot | None:
+    """Return the largest snapshot, as that of the time of all; None without any."""
+    found = list(snapshots)
+    largest = max(found, key=lambda each: each.bytes, default=None)
+    if largest is None or any(each.in_products is None for each in found):
+        return largest
+    return replace(largest, in_products=max(each.in_products or 0 for each in found))
 
 
 class OutOfMemory(Exception):

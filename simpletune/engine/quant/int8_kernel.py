@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from simpletune.engine.kernels.fallback import is_of_the_kernel
 from simpletune.system.console import detail
@@ -34,6 +35,10 @@ TILES = (
 )  # fmt: skip
 SAFE_TILE = (64, 64, 64, 4, 2)
 """A tile that fits every device, to test whether the kernel works."""
+MOST_SPILLED = 64  # bytes of a thread's stack
+"""What a tile may spill to be timed. The driver takes a stack for every thread that a card can hold, from memory of
+which no prediction knows: 45 MB on an L4 for 512 bytes, which Triton 3.8 and 3.9 spill in some tiles."""
+LAST_CHOICE = 1e9  # seconds, more than any product takes
 
 
 @triton.heuristics({"EVEN_K": lambda given: given["k"] % given["BLOCK_K"] == 0})
@@ -93,11 +98,20 @@ def _blocks(tile: Tile) -> dict[str, int]:
 
 
 class _Tuner(Autotuner):
-    """Leaves out tiles that fail. Triton's own tuning forgives only those that need too many resources."""
+    """Leaves out tiles that fail or spill. Triton's own tuning forgives only those that need too many resources, and
+    where tiles spill it times them."""
 
     def _bench(self, *args: object, config: triton.Config, **meta: object) -> list[float]:
         try:
+            kernel = self.fn.run(*args, **meta | config.all_kwargs() | {"warmup": True})  # compiles, launches nothing
+            if kernel is not None:  # Triton's interpreter compiles nothing
+                kernel._init_handles()  # loads it, which tells what it spills
+                spilled = 4 * kernel.n_spills
+                if spilled > MOST_SPILLED:
+                    return [LAST_CHOICE + spilled] * 3  # where all spill, that which spills least
             return super()._bench(*args, config=config, **meta)
+        except (OutOfResources, PTXASError):
+            return [float("inf")] * 3
         except Exception as error:
             if not is_of_the_kernel(error):
                 raise

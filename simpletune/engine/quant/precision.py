@@ -204,15 +204,16 @@ class Int8(QuantisedPrecision):
 
     weights: Literal["int8"] = "int8"
     """int8 weights, 1 byte each, for a frozen base."""
-    products: Literal["dequantised", "int8"] = "dequantised"
+    products: Literal["dequantised", "int8", "auto"] = "dequantised"
     """How the blocks' linear layers multiply. dequantised: every pass converts the weight to the compute type first;
     int8: activations are quantised to int8 row by row, and a Triton kernel multiplies int8 x int8. It pays where the
-    card limits a step and not the host: GeForce cards of sm_80 and newer (predicted); on an H100 it was slower. Errors
-    grow, above all if activations have outliers (docs/explanation/measurements.md). LoRA's own products stay in the
-    compute type, and convolutions dequantise."""
+    card limits a step and not the host: GeForce cards of sm_80 and newer (predicted); on an H100 it was slower. auto:
+    a run times one product of each kind on its card at the start and takes the faster; predictions count it as
+    dequantised. Errors grow, above all if activations have outliers (docs/explanation/measurements.md). LoRA's own
+    products stay in the compute type, and convolutions dequantise."""
     input_gradient: Literal["dequantised", "int8"] = "dequantised"
     """How the backward pass computes these layers' input gradients. int8: gradients are quantised like activations;
-    needs products int8."""
+    needs products int8, or auto where it is chosen."""
     rotation: Literal["none", "hadamard"] = "none"
     """Rotate the linear layers' weights, and their inputs in every pass, by a block Hadamard matrix of 256, 64 or 16
     columns (arXiv:2512.03673), so that outliers do not decide the scales (docs/explanation/measurements.md has the
@@ -243,7 +244,7 @@ class Int8(QuantisedPrecision):
             fuse_feed_forwards(units)
 
     def rules(self) -> Iterator[Problem]:
-        if self.input_gradient == "int8" and self.products != "int8":
+        if self.input_gradient == "int8" and self.products == "dequantised":
             yield Problem(
                 "precision.input_gradient",
                 f"int8 needs precision.products int8, which is {self.products}. Use products int8, or input_gradient "
@@ -253,7 +254,8 @@ class Int8(QuantisedPrecision):
     def describe_matmul(self) -> str:
         turned = describe_rotation(self.rotation)
         if self.products != "int8":
-            return f"products in {self.compute_label}, with dequantised weights{turned}"
+            or_int8 = " or in int8, as the card is faster" if self.products == "auto" else ""
+            return f"products in {self.compute_label}, with dequantised weights{or_int8}{turned}"
         gradient = "too" if self.input_gradient == "int8" else f"in {self.compute_label}"
         return (
             f"products in int8 by Triton (dequantised for 16 rows or fewer), input gradients {gradient}, "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory.cuda_libraries import attention_kernel, cublas_workspace
+from simpletune.engine.memory.cuda_libraries import Workspaces, attention_kernel, cublas_workspaces
 from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate.timing.sections import StreamWork
 from simpletune.models.shared.buckets import Size
@@ -100,7 +100,7 @@ class JobReport:
 
 def square_size(config: TrainConfig) -> Size:
     """Return the image size that a prediction without data assumes."""
-    return config.data.resolution, config.data.resolution
+    return config.resolution, config.resolution
 
 
 def parts_in_steps(config: TrainConfig) -> set[str]:
@@ -109,15 +109,17 @@ def parts_in_steps(config: TrainConfig) -> set[str]:
     return {config.model.text.regions()[name].part for name in resident} if resident else set()
 
 
-def with_workspace(snapshot: MemorySnapshot, extra: int) -> MemorySnapshot:
-    """Add the libraries' permanent workspace to a snapshot."""
+def with_workspace(snapshot: MemorySnapshot, workspaces: Workspaces) -> MemorySnapshot:
+    """Add the libraries' workspaces to a snapshot."""
+    product = snapshot.bytes if snapshot.in_products is None else snapshot.in_products
+    total = workspaces.kept + max(snapshot.bytes, product + workspaces.within)
     by_kind = dict(snapshot.by_kind)
-    if extra:
-        by_kind["workspace"] = by_kind.get("workspace", 0) + extra
-    return MemorySnapshot(snapshot.bytes + extra, by_kind, snapshot.phase, snapshot.module)
+    if total > snapshot.bytes:
+        by_kind["workspace"] = by_kind.get("workspace", 0) + total - snapshot.bytes
+    return replace(snapshot, bytes=total, by_kind=by_kind)
 
 
 def with_workspaces(job: JobReport, capability: tuple[int, int], deterministic: bool = False) -> JobReport:
     """Add the workspaces of a CUDA device's libraries to every stage; ``deterministic``: ``speed.deterministic``."""
-    extra = {name: cublas_workspace(capability, STAGE_THREADS[name], deterministic) for name in job.stages}
-    return replace(job, stages={name: with_workspace(each, extra[name]) for name, each in job.stages.items()})
+    taken = {name: cublas_workspaces(capability, STAGE_THREADS[name], deterministic) for name in job.stages}
+    return replace(job, stages={name: with_workspace(each, taken[name]) for name, each in job.stages.items()})

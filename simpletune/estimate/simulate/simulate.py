@@ -6,7 +6,7 @@ No lever, adapter, precision or optimizer is modelled here: their own code runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.denoiser import Denoiser
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.cuda_libraries import cublas_workspace, most_multiprocessors
+from simpletune.engine.memory.cuda_libraries import Workspaces, cublas_workspaces, most_multiprocessors
 from simpletune.engine.memory.fake import Fake, autocast_like_cuda, fake_tensors
 from simpletune.engine.memory.kernel_workspace import cuda_layouts, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
@@ -29,6 +29,7 @@ from simpletune.estimate.simulate.equal_updates import count_equal_updates
 from simpletune.estimate.simulate.processes import count_gathered, fake_processes, simulated_process_count
 from simpletune.estimate.simulate.reports import L4, StepReport, kernel_of, square_size, with_workspace
 from simpletune.estimate.timing.recorder import Recorder
+from simpletune.estimate.timing.sections import StreamWork
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.load import empty_base
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
@@ -73,7 +74,9 @@ def simulate(
     started = time.perf_counter()
     with fake_tensors(), pause_collection():
         report = train(config, size, capability, recorder or Recorder(cuda=True)).report
-    extra = 0 if capability is None else cublas_workspace(capability, deterministic=config.speed.deterministic)
+    extra = Workspaces(0, 0)
+    if capability is not None:
+        extra = cublas_workspaces(capability, deterministic=config.speed.deterministic)
     return replace(
         report,
         peak=with_workspace(report.peak, extra),
@@ -188,9 +191,16 @@ def take_steps(
         state_bytes=sum(value.nbytes for value in state_values if isinstance(value, Tensor)),
         average_bytes=4 * sum(parameter.numel() for parameter in core.parameters) if average else 0,
         seconds=time.perf_counter() - started,
-        sections=recorder.sections if recorder else (),
+        sections=_of_average_step(recorder.sections, batches.frequencies()) if recorder else (),
     )
     return SimulatedTraining(report, core, batches, average, denoiser, accounting, fake.active_mode())
+
+
+def _of_average_step(sections: Sequence[StreamWork], frequencies: Mapping[str, float]) -> Sequence[StreamWork]:
+    """Count the sections of a phase as often as an average step has them."""
+    if not frequencies:
+        return sections
+    return [replace(each, share=each.share * frequencies.get(each.phase, 1.0)) for each in sections]
 
 
 def assemble_step(accounting: Accounting, config: TrainConfig, denoiser: Denoiser) -> TrainStep:

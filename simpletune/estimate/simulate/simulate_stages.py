@@ -21,10 +21,10 @@ from simpletune.config.prior import ClassImages
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.denoiser import Denoiser, model_device, model_units
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.cuda_libraries import cublas_workspace
+from simpletune.engine.memory.cuda_libraries import cublas_workspaces
 from simpletune.engine.memory.fake import autocast_like_cuda, fake_tensors
 from simpletune.engine.memory.kernel_workspace import cuda_layouts, temporaries
-from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
+from simpletune.engine.memory.snapshot import HOST, MemorySnapshot, largest_of
 from simpletune.engine.optim.ema import use_average
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.simulate.reports import (
@@ -94,8 +94,9 @@ def simulate_parts(
         if isinstance(config.prior, ClassImages):
             begin("class")
             snapshots["class"] = simulate_class_images(config, capability, recorders)
-        begin("latents")
-        snapshots["latents"] = simulate_encoding(config.model, vae, size, recorders)
+        if config.concept is None:
+            begin("latents")
+            snapshots["latents"] = simulate_encoding(config.model, vae, size, recorders)
         snapshots["train"] = trained.report.peak
         if validate is not None:
             snapshots["validate"] = validate
@@ -118,7 +119,7 @@ def simulate_stage(
             found = simulate_validation(config, train(config, capability=capability))
             assert found is not None, "the run draws nothing"
             snapshot = found
-    return with_workspace(snapshot, cublas_workspace(capability, STAGE_THREADS[stage], config.speed.deterministic))
+    return with_workspace(snapshot, cublas_workspaces(capability, STAGE_THREADS[stage], config.speed.deterministic))
 
 
 @contextmanager
@@ -182,8 +183,7 @@ def encoder_snapshot(opened: OpenEncoder, length: int, recorder: Recorder | None
 
 def largest_snapshot(texts: Iterable[TextReport]) -> MemorySnapshot:
     """Return the largest snapshot of ``text_snapshots``; an empty one without any."""
-    nothing = MemorySnapshot(phase="text")
-    return max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes, default=nothing)
+    return largest_of(snapshot for _, _, snapshot in texts) or MemorySnapshot(phase="text", in_products=0)
 
 
 def simulate_encoding(model: Model, vae: nn.Module, size: Size, recorders: Recorders | None = None) -> MemorySnapshot:
@@ -224,7 +224,7 @@ def simulate_validation(
             with recording(accounting, recorders, "draw"):
                 generated = simulate_generation(accounting, config, request, denoiser, vae, core.modulation, text)
                 snapshots.append(generated)
-    return max(snapshots, key=lambda snapshot: snapshot.bytes, default=None)
+    return largest_of(snapshots)
 
 
 def simulate_class_images(
@@ -236,7 +236,7 @@ def simulate_class_images(
     """Generate class images in one batch with the base alone."""
     prior = config.prior
     assert isinstance(prior, ClassImages)
-    memory, side, dtype = config.memory, config.data.resolution, config.precision.encoder_dtype()
+    memory, side, dtype = config.memory, config.resolution, config.precision.encoder_dtype()
     denoiser = empty_base(config.model, memory, config.precision, CPU, [(side, side)])
     vae = empty_autoencoder(config)
     with accounting_like_cuda(config, capability) as accounting:

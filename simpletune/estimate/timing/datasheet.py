@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from simpletune.engine.memory.cuda_libraries import attention_kernel
-from simpletune.estimate.timing.speeds import ITEM, LINK, SCALES, Extents
+from simpletune.estimate.timing.speeds import ITEM, LINK, SCALES, Extents, HostSpeeds
 from simpletune.system.gpus import CARDS, Card, cards_like
 
 # TFLOP/s of large products in 16 bits and in fp32 by torch, measured by others: github.com/zzc0721/
@@ -31,11 +31,22 @@ OF_BANDWIDTH = 0.85  # of the data sheet's: H200 4.3 of 4.8 TB/s, measured by ot
 # Attention's operations forward and backward, at shares of the products' rate if its tiles fill the card, by kernel
 # (``cuda_libraries.attention_kernel``). Flash is FlashAttention-2: up to 73 and 63% of an A100's peak
 # (arXiv:2307.08691, abstract), less with heads of width 64, where large products reach 79%. It has Ampere's
-# instructions: an H100 reaches 335 TFLOP/s over both passes (section 4.1), 35% of its peak (arXiv:2407.08608,
-# abstract). Efficient: 20 TFLOP/s forward for a T4's long rows (Dao-AILab/flash-attention#2379: 66% of the peak is 2.19
-# times as fast), fewer assumed for ours; backward half of flash's (xformers#362, flash-attention#416).
-ATTENTION = {"flash": (0.8, 0.65), "flash on Hopper": (0.52, 0.45), "efficient": (0.4, 0.3)}
-HOPPER = (9, 10)  # major versions: data-centre cards since Hopper
+# instructions: Hopper runs 312 and 280 TFLOP/s of width 64 for 4,096 tokens (flash-attention#2688, whose card is known
+# by its rates), 370 and 290 of width 128 (#1791); a B200 about 360 and 315 of width 64 (#1589), the same assumed of
+# 128. Efficient: 20 TFLOP/s forward for a T4's long rows (#2379: 66% of the peak is 2.19 times as fast), fewer assumed
+# for ours; backward half of flash's (xformers#362, flash-attention#416). The numbers are Dao-AILab/flash-attention's.
+ATTENTION = {
+    "flash": (0.8, 0.65), "flash on Hopper, narrow": (0.4, 0.36), "flash on Hopper": (0.48, 0.375),
+    "flash on Blackwell": (0.2, 0.18), "efficient": (0.4, 0.3),
+}  # fmt: skip
+NARROW = 64  # of a head
+HOPPER, BLACKWELL = 9, 10  # major versions of data-centre cards
+# A sum of products in 16 bits takes as long as one with so many terms more, at the start and end of a tile, on the
+# data-centre cards whose memory is fastest: cuBLAS computes 515, 614 and 722 TFLOP/s with 2,048 rows and sums of 2,048,
+# 4,096 and 8,192 on an H100 (triton-lang/triton#2339), 143 to 177 for squares of 1,536 to 3,072 on an A100 (#6523). An
+# RTX 4090's squares of 2,040 reach 0.95 of its best rate (pytorch#181718). Rates of ``PRODUCTS`` are of long sums.
+MORE_TERMS, LONG, SHORTEST = 700, 8192, 512
+WIDE = ((8, 0), (9, 0), (10, 0))  # these cards
 # Times the rate of bf16 products: twice the data sheet's, less the kernel's scales; assumed. GeForce cards multiply
 # bf16 at half of the others' rate when they sum in fp32, as torch does, and int8 at the whole (NVIDIA's architecture
 # papers, dense: RTX 3060 101 to 25, 3090 284 to 71, 4090 660 to 165, 5090 838 to 210). For the input's gradient as
@@ -50,15 +61,16 @@ KERNEL = 2.5e-6  # seconds of the smallest kernel; the order of magnitude seen o
 TILE = 128  # rows and columns that a thread block computes
 SMALL_TILE = 64  # rows and columns of the int8 kernels' small tiles
 UNKNOWN_BANDWIDTH, UNKNOWN_MULTIPROCESSORS = 300.0, 58  # an L4's
-# Seconds of the host for its tasks, without the driver's part: fitted to benchmarks/results/cpu/host.json, steps of SD3
-# and SD 1.5 over a stub of the driver, by ``benchmarks.host.fitted`` from 5, 1.5, 1, 8, 2, 8, 10, 20 and 60
-# microseconds, which the tasks take in loops. tests/benchmarks/test_host.py compares them and prints a new fit.
+# Seconds of the host for its tasks, without the driver's part: fitted to benchmarks/results/cpu/host.json, steps of
+# SD3, SD 1.5 and SDXL with LoRA, LoKr, int8, int8 products and nf4 over a stub of the driver, by
+# ``benchmarks.host.fitted`` from the fit to SD3 and SD 1.5 alone, and that from what the tasks take in loops.
+# tests/benchmarks/test_host.py compares them and prints a new fit.
 HOST = {
-    "operation": 9.7e-6, "view": 3.4e-6, "recorded": 1.1e-6, "backward": 20e-6, "module": 2.6e-6, "function": 10e-6,
-    "function_backward": 11e-6, "recomputed": 34e-6, "kernel": 32e-6,
+    "operation": 13e-6, "view": 4.4e-6, "recorded": 1.2e-6, "backward": 2.8e-6, "module": 3.4e-6, "function": 16e-6,
+    "function_backward": 14e-6, "recomputed": 52e-6, "kernel": 53e-6, "tuned": 68e-6,
 }  # fmt: skip
-CORE = 1.32e-4  # seconds of host_probes.core_seconds on that core
-LAUNCH = 2.5e-6  # the driver's part of each kernel's launch: 2 to 3 us; assumed
+CORE = 1.4e-4  # seconds of host_probes.core_seconds on that core: 1.06 times the 1.32e-4 of its least loop
+LAUNCH = 2.5e-6  # the driver's part of each kernel's launch: 2 to 3 us; assumed where it was not measured
 TWICE_READ = {
     "norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "group_norm": 1.5, "group_norm_backward": 1.5,
     "unpack_nf4": 1.5,
@@ -70,16 +82,18 @@ class DatasheetSpeeds:
     """Speeds of a card by its data sheet; an L4's if only the card's memory is known.
 
     Args:
-        core: ``host_probes.core_seconds`` of the host; None: it is not known.
+        host: what was measured of the machine that holds the card; None: it is not known.
     """
 
     cuda = True
     rates: Mapping[str, float] = {}  # no single figure is known: curves and shares of the data sheet's rates serve
 
-    def __init__(self, card: Card, core: float | None = None):
-        self.card, self.core = card, core
-        self._host = 1.0 if core is None else core / CORE
-        self.launch = self._host * LAUNCH
+    def __init__(self, card: Card, host: HostSpeeds | None = None):
+        self.card, self.measured = card, host
+        self._host = 1.0 if host is None else host.core / CORE
+        self.launch = self._host * LAUNCH if host is None or host.launch is None else host.launch
+        to_device, to_host = (None, None) if host is None else (host.to_device, host.to_host)
+        self._link = {"to_device": to_device or card.link, "to_host": to_host or card.link}
         self.is_known = card.tflops is not None
         self._rate, self._fp32 = (rate * 1e12 for rate in products_of(card))
         self._bandwidth = (card.bandwidth or UNKNOWN_BANDWIDTH) * 1e9 * OF_BANDWIDTH
@@ -92,7 +106,7 @@ class DatasheetSpeeds:
     def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
         """Predict the seconds of one kernel."""
         if kind in LINK:
-            return KERNEL + extents[0] / (self.card.link * 1e9)
+            return KERNEL + extents[0] / (self._link[kind] * 1e9)
         if kind == "bias":  # part of the product's kernel
             return 0.0
         if kind == "each":
@@ -105,10 +119,12 @@ class DatasheetSpeeds:
             rate = self._rate * times if is_int8 else self._rate_of(dtype)
             moved = (m * k + n * k) * (1 if is_int8 else ITEM[dtype]) + m * n * ITEM[dtype]
             filled = self._filled_share_in_int8(m, n) if is_int8 else self._filled_share(m, n, k)
+            if not is_int8 and dtype != "fp32" and min(m, n) >= TILE and self.card.capability in WIDE:
+                filled *= (1 + MORE_TERMS / LONG) / (1 + MORE_TERMS / max(k, SHORTEST))
             return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
         if kind.startswith("attention"):
             heads, queries, keys, width = extents
-            forward, backward = ATTENTION[self.attention(dtype, "masked" in kind)]
+            forward, backward = ATTENTION[self.attention(dtype, width, "masked" in kind)]
             products, share = (5, backward) if kind.endswith("_backward") else (2, forward)
             operations = products * 2 * heads * queries * keys * max(width, 32)
             return KERNEL + operations / (self._rate_of(dtype) * share) / self._filled_share(heads * queries, TILE)
@@ -126,10 +142,12 @@ class DatasheetSpeeds:
         """Return the operations per second of products in a type."""
         return self._fp32 if dtype == "fp32" else self._rate
 
-    def attention(self, dtype: str, masked: bool = False) -> str:
-        """Return the kernel that torch chooses for a type, as ``ATTENTION`` names it."""
-        kernel = attention_kernel(self.card.capability, dtype, masked=masked)
-        return "flash on Hopper" if kernel == "flash" and self.card.capability[0] in HOPPER else kernel
+    def attention(self, dtype: str, width: int, masked: bool = False) -> str:
+        """Return the kernel that torch chooses for a type and heads of a width, as ``ATTENTION`` names it."""
+        kernel, major = attention_kernel(self.card.capability, dtype, masked=masked), self.card.capability[0]
+        if kernel == "flash" and major == HOPPER:
+            return "flash on Hopper, narrow" if width <= NARROW else "flash on Hopper"
+        return "flash on Blackwell" if kernel == "flash" and major == BLACKWELL else kernel
 
     def _filled_share(self, m: int, n: int, k: int = 0) -> float:
         """Return the fraction of the card that a product's tiles fill; long sums are split over idle

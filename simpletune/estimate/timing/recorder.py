@@ -25,6 +25,8 @@ from simpletune.estimate.timing.sections import COMPUTE, KernelWork, StreamWork
 from simpletune.estimate.timing.work import moves_data, tensor_bytes, tensors_in, works_of
 
 SMALL = 4096  # bytes; smaller tensors on the host are counters
+PYTHON = ("simpletune", "bitsandbytes")  # namespaces whose operators are written there
+TUNED = "int8_product"  # whose kernel Triton's autotuner chooses at each call
 BACKWARD = ("backward", "recompute")
 """Phases of the backward pass: its own operations, and the forward passes that it recomputes."""
 
@@ -117,8 +119,8 @@ class Recorder:
         section, tensors, (name, on_host, moves) = self._section(), tensors_in((args, kwargs)), classify_op(op)
         if on_host and not found:
             section.host["view"] += 1
-        elif op.namespace == "simpletune":
-            section.host["kernel"] += 1  # Triton launches it from Python, in the backward pass too
+        elif op.namespace in PYTHON:  # launched from there, in the backward pass too
+            section.host["tuned" if name == TUNED else "kernel"] += 1
         elif on_host and section.phase in BACKWARD and not torch.is_grad_enabled():
             section.host["backward"] += 1
         elif on_host:  # also in a recomputation, which runs from Python

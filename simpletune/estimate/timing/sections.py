@@ -32,7 +32,8 @@ class StreamWork:
     module: str
     """The running block or other child of the model."""
     share: float = 1.0
-    """The fraction of the work that belongs to one step: a plan's window serves several steps."""
+    """How much of the work belongs to one step: a fraction of a plan's window, which serves several steps; several
+    times that of a phase which an average step repeats."""
     after: list[int] = field(default_factory=list)
     """Events that must complete before it begins."""
     host_after: list[int] = field(default_factory=list)

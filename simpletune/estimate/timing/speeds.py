@@ -6,10 +6,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from pydantic import Field
 
 from simpletune.estimate.timing.constants import Composite, Constants
-from simpletune.system.options import UserError
+from simpletune.system.options import Option, UserError
 
 Extents = tuple[int, ...]
 ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -17,6 +19,22 @@ SCALES = 50  # tensors per launch of a grouped update
 LINK = ("to_device", "to_host")
 CLEARLY = 1.2
 LARGE = 2**28  # bytes; traffic of this size runs at the memory's bandwidth
+
+
+Measured = Annotated[float, Field(gt=0, lt=1e9)]
+
+
+class HostSpeeds(Option):
+    """What was measured of a machine in milliseconds (``host_probes.measure_host``); null: there was no card."""
+
+    core: Measured
+    """Seconds of a fixed loop on one core of the processor."""
+    launch: Measured | None = None
+    """The driver's seconds for a launch."""
+    to_device: Measured | None = None
+    """GB/s from pinned memory to the card."""
+    to_host: Measured | None = None
+    """GB/s back."""
 
 
 class Speeds(Protocol):
@@ -88,7 +106,7 @@ class CalibratedSpeeds:
     def host(self, what: str) -> float:
         """Return the host's overhead in seconds; on a CPU, the operation itself is the device's part."""
         each = self.constants.host
-        if what == "kernel":  # not measured yet
+        if what in ("kernel", "tuned"):  # not measured yet
             what = "operation"
         if self.cuda:
             in_a_loop = each.get(what, 0.0)

@@ -87,6 +87,8 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
                     yield _convolution(kind, *given[:3])
         case "round_into":  # its first argument, the result, is only written
             yield KernelWork("add", "bf16", (sum(map(tensor_bytes, given)),))
+        case "swiglu" | "swiglu_backward":  # reads halves of rows, which costs no more than whole ones
+            yield KernelWork("add", _dtype(results), (sum(map(tensor_bytes, (*given, *results))),))
         case "modulate_backward" | "gate_backward":
             moved = sum(map(tensor_bytes, (*given, *results)))
             if results[-1].shape != results[0].shape:  # [count, b, d]: partial sums, written and read

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from simpletune.models.flux2.flux2_lora import BLOCKS
 from simpletune.models.shared.architecture import Architecture, AttentionShape
 from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.modulation import Modulation
+
+if TYPE_CHECKING:
+    from simpletune.engine.denoiser import Denoiser
 
 OF_TEXT = (".add_", ".to_add_out", ".ff_context")
 """Parts of the names of a joint block's layers that see the text's tokens."""
@@ -56,3 +60,11 @@ class KleinArchitecture(Architecture):
     def attentions(self, size: Size) -> Sequence[AttentionShape]:
         config, tokens = self.family.files.known_config(), self.image_tokens(size) + self.family.text.tokens
         return [AttentionShape(config["num_attention_heads"], tokens, tokens, config["attention_head_dim"])]
+
+    def empty_model(self, config: ModelConfig) -> Denoiser:
+        """Build the transformer on the meta device, with this package's modules."""
+        from simpletune.models.flux2.klein_blocks import use_own_blocks
+
+        model = super().empty_model(config)
+        use_own_blocks(model)
+        return model

@@ -37,6 +37,8 @@ OTHER_NAMES = {TEXT_9B: r"(?i)klein[-_. ]?(base[-_. ]?)?9b", TEXT_DEV: r"(?i)flu
 """Names, by the width of the text, under which the models are published that are not trained here."""
 IS_DISTILLED = r"(?i)flux[-_. ]?2[-_. ]klein[-_. ]?4b"
 """Occurs in the names of the distilled model's files, whose tensors are those of the base."""
+QUANTISED = r"(?i)fp8|nvfp4|gguf"
+"""Occurs in names on the Hub of weights that are not read; a file here tells by its tensors."""
 WHY_NOT_DISTILLED = (
     "the distilled FLUX.2 klein, which draws in 4 steps and without guidance, and loses that by training. Use "
     f"{KLEIN}, whose LoRAs it reads, or insist by model.distilled=true"
@@ -195,8 +197,13 @@ class KleinFiles(FamilyFiles):
             if re.search(pattern, name):
                 yield Problem(f"model.{field}", f"{self.weights_from} is, by its name, {OTHERS[width]}")
                 return
+        on_hub = is_hub_name(self.weights_from)
+        if on_hub and (found := re.search(QUANTISED, name)) is not None:
+            message = f"{self.weights_from} is, by its name, in {found[0]}. Weights in fp8, nvfp4 or GGUF are not read."
+            yield Problem(f"model.{field}", f"{message} {REMEDY}")
+            return
         if self.family.distilled:
             return
-        index = {} if is_hub_name(self.weights_from) or field != "pretrained" else self.pipeline_index()
+        index = {} if on_hub or field != "pretrained" else self.pipeline_index()
         if index.get("is_distilled") or re.search(IS_DISTILLED, name):
             yield Problem(f"model.{field}", f"{self.weights_from} is {WHY_NOT_DISTILLED}")

@@ -233,6 +233,14 @@ class DdpmProcess:
         signal, spread, _ = self._at(level)
         return signal * noise - spread * z_0
 
+    def split(self, z_t: Tensor, prediction: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        """Return z_0 = (z_t - sqrt(1 - abar) noise) / sqrt(abar) and the noise; for v, z_0 = sqrt(abar) z_t -
+        sqrt(1 - abar) v and noise = sqrt(1 - abar) z_t + sqrt(abar) v."""
+        signal, spread, _ = self._at(level)
+        if self.v:
+            return signal * z_t - spread * prediction, spread * z_t + signal * prediction
+        return (z_t - spread * prediction) / signal, prediction
+
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
         """Compute the mean error, weighted by level and, if given, by ``weight``."""
         c = None

@@ -220,6 +220,11 @@ class FlowProcess:
         """Compute the velocity dz_t / dsigma = noise - z_0 (arXiv:2403.03206, section 2), with the network's sign."""
         return noise - z_0 if self.sign > 0 else z_0 - noise
 
+    def split(self, z_t: Tensor, prediction: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        """Return z_0 = z_t - sigma velocity and noise = z_t + (1 - sigma) velocity."""
+        sigma, velocity = level.view(-1, 1, 1, 1), prediction if self.sign > 0 else -prediction
+        return z_t - sigma * velocity, z_t + (1 - sigma) * velocity
+
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
         """Compute the mean over all elements of ``weight`` times the error."""
         found = errors(prediction, target, None if self.huber is None else self.huber.c_at(level, 1 - level))

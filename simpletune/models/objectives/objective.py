@@ -130,6 +130,10 @@ class NoisingProcess(Protocol):
     def target(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """Compute what the network should predict [b, c, h, w]."""
 
+    def split(self, z_t: Tensor, prediction: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        """Return z_0 and the noise whose z_t and target at this level are those given: what a prediction takes z_t
+        for."""
+
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
         """Compute the loss, an fp32 scalar: the mean over all elements of error times ``weight``.
 

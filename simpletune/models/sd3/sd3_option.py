@@ -20,7 +20,7 @@ from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Latents
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_files import FamilyFiles, LoraNames
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.shared.words import DiffusersPipeline, Licence, PublicBase, Words, by_card
+from simpletune.models.shared.words import DiffusersPipeline, FewSteps, Licence, PublicBase, Words, by_card
 from simpletune.models.text.family_text import FamilyText
 
 if TYPE_CHECKING:
@@ -71,8 +71,10 @@ class SD3(Family):
     """Start from the pretrained transformer, or from random weights (training from scratch; reads only its config)."""
     loras: LoraNames = []
     """LoRAs to train on top of, merged into the transformer before it is quantised: each a file in any layout, a run,
-    RUN@STEP or a hub name, with a strength as in style.safetensors:0.8. Same weights as those of simpletune lora merge;
-    the result holds only what is trained. Takes no device memory."""
+    RUN@STEP or a hub name (owner/name, or owner/name/FILE), with a strength as in style.safetensors:0.8. Same weights
+    as those of simpletune lora merge; the result holds only what is trained. Takes no device memory. One that begins
+    with training: is used only while training, such as the assistant of a model that draws in few steps: pictures are
+    drawn without it."""
     transformer: str | None = None
     """Replaces the transformer: its folder or single file, or the folder or Hub name of a pipeline."""
     vae: str | None = None
@@ -101,6 +103,7 @@ class SD3(Family):
         pipeline=DiffusersPipeline("StableDiffusion3Pipeline", "stable-diffusion-3"),
         resolution=1024,
         guidance=4.5,
+        few_steps=(FewSteps(r"(?i)turbo", "SD3.5 Large Turbo", 4),),
         published_as=r"(?i)(sd|stable.?diffusion)[-_ .]?v?3",
         no_hypernetwork=(
             "in SD3 one attention reads prompt and picture together. Use adapter.method lora with "

@@ -18,7 +18,7 @@ from simpletune.models.sdxl.sdxl_text import SDXLText
 from simpletune.models.shared.architecture import Architecture
 from simpletune.models.shared.family_files import FamilyFiles
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.shared.words import DiffusersPipeline, PublicBase, Words, by_card
+from simpletune.models.shared.words import DiffusersPipeline, FewSteps, PublicBase, Words, by_card
 from simpletune.models.text.family_text import FamilyText
 from simpletune.models.unet.unet_family import UNetArchitecture, UNetFamily
 from simpletune.models.unet.unet_shapes import single_blocks
@@ -62,6 +62,11 @@ class SDXL(UNetFamily):
         ),
         resolution=1024,
         guidance=5.0,
+        few_steps=(
+            FewSteps(r"(?i)lightning(.*?(?P<steps>[1248])[-_ ]?steps?)?", "SDXL Lightning", 4),
+            FewSteps(r"(?i)dmd2", "SDXL with DMD2", 4),
+            FewSteps(r"(?i)turbo", "SDXL Turbo", 4),
+        ),
         negative_prompt=None,
         published_as=(  # XL ends a word, or begins one in capitals; T5 XXL has another one before it
             r"(?<![xX])((?i:xl)(?![A-Za-z])|(?<![A-Z])XL(?![a-z]))|(?i:sd_?xl|pony|illustrious|noobai)"

@@ -58,6 +58,8 @@ class Architecture:
     ends_with_feed_forward: ClassVar[bool] = False
     """Whether a unit uses its feed-forward networks' outputs only in sums and in products with modulations. Its
     recomputation may then omit the networks where modulations carry no gradient."""
+    fp16_overflows: ClassVar[str | None] = None
+    """Why nothing is computed in fp16, as a clause; None: blocks that overflow there compute in fp32."""
     supports_fsdp: ClassVar[bool] = False
     """Whether processes may divide the weights of its models among them."""
 

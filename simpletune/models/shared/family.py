@@ -20,7 +20,6 @@ from simpletune.models.shared.autoencoder import Autoencoder
 from simpletune.models.shared.buckets import Framing, Size
 from simpletune.models.shared.family_files import FamilyFiles, ModelOption
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.shared.parameter_shapes import empty_model
 from simpletune.models.shared.parts import Part, explain_load_errors
 from simpletune.system.options import UserError
 
@@ -140,7 +139,7 @@ class Family(ModelOption):
         from simpletune.models.shared.flops import count_flops
 
         network, (_, h, w) = self.architecture, self.autoencoder.shape(*size)
-        model = empty_model(network.diffusers_class, self.files.known_config()).eval()
+        model = network.empty_model(self.files.known_config()).eval()
         units = network.units_among([name for name, _ in model.named_parameters()])
         with torch.device("meta"):
             z_t, time = torch.zeros(batch, network.in_channels, h, w), torch.zeros(batch)
@@ -150,6 +149,13 @@ class Family(ModelOption):
                 return self.predict(model, z_t, time, text, torch.float32)
 
             return count_flops(model, predict, trained, units[:checkpointed])
+
+    def base_tensors(self, overlay: Overlay | None = None) -> TensorSource:
+        """Open the trained model's tensors, with what ``loras`` names in them."""
+        from simpletune.models.shared.weights import open_tensors
+
+        part = self.files.part(self.denoiser)
+        return self.architecture.widened(open_tensors(part) if overlay is None else overlay.over(self, part))
 
     def load_denoiser(
         self,
@@ -189,8 +195,7 @@ class Family(ModelOption):
             return network.random_tensors(config, seed, part.folder) if random else open_tensors(part)
 
         def changed() -> TensorSource:
-            source = tensors() if overlay is None else overlay.over(self, part)
-            return source if random else network.widened(source)
+            return tensors() if random else self.base_tensors(overlay)
 
         def fresh() -> Denoiser:
             return fill_model(network.empty_model(config), changed(), precision, device, on_host, part.place)

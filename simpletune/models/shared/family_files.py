@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -20,7 +20,7 @@ from simpletune.models.shared.autoencoder import Autoencoder, Latents, autoencod
 from simpletune.models.shared.model_config import ModelConfig, read_config
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import FileLayout, SingleFile, is_single_file, open_file
-from simpletune.models.shared.words import Words
+from simpletune.models.shared.words import FewSteps, Words
 from simpletune.models.text.family_text import FamilyText
 from simpletune.system.hub import HubPart, Repository, fetch, files_folder, is_hub_name, part_folder
 from simpletune.system.options import Option, Problem, UserError
@@ -31,6 +31,8 @@ PIPELINE = "a folder in diffusers' layout, or a Hub name (owner/name)"
 
 LoraNames = list[Annotated[str, Field(min_length=1)]]
 """The type of ``model.loras``."""
+ONLY_TRAINING = "training:"
+"""Begins the entries of ``model.loras`` that are used only while training."""
 
 
 class ModelOption(Option):
@@ -55,6 +57,26 @@ class ModelOption(Option):
     """The class of ``files``."""
     text_class: ClassVar[type[FamilyText[Any]]]
     """The class of ``text``."""
+
+    @property
+    def few_steps(self) -> FewSteps | None:
+        """What is known of the base, if it is one that draws in few steps."""
+        return self.words.few_steps_of(self.files.weights_from)
+
+    @property
+    def known_assistants(self) -> LoraNames:
+        """The entries of ``loras`` under which a base that draws in few steps is trained, if one is published."""
+        few = self.few_steps
+        return [f"{ONLY_TRAINING}{few.assistant}"] if few is not None and few.assistant is not None else []
+
+    @property
+    def assistants(self) -> LoraNames:
+        """The entries of ``loras`` that are used only while training."""
+        return [name for name in self.loras if name.startswith(ONLY_TRAINING)]
+
+    def without_assistants(self) -> Self:
+        """Return the model that the result is for, which pictures are drawn with."""
+        return self.model_copy(update={"loras": [name for name in self.loras if name not in self.assistants]})
 
     @property
     def files(self) -> FamilyFiles:

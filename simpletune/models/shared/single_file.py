@@ -89,6 +89,8 @@ class FileLayout:
     """The settings of the scheduler that the empty tensors of a file stand for, by the tensor's name."""
     told: Callable[[SingleFile], ModelConfig] = lambda file: {}
     """Returns the settings of the scheduler that a file's shapes tell."""
+    unused: Collection[str] = ()
+    """Names of tensors that some files have and no forward pass reads."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """What a file with a tensor of such a name (a pattern) is, if it cannot be trained, and a remedy."""
 
@@ -142,12 +144,14 @@ class SingleFile:
             for name, entry in named.items()
             if not name.startswith(others) and name not in self.layout.marks
         }
+        found = {name: entry for name, entry in found.items() if name not in self.layout.unused}
         types = sorted(
             {entry["dtype"] for entry in found.values()} - {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64"}
         )
         scaled = [name for name in found if name.endswith(("scaled_fp8", ".scale_weight", ".weight_scale"))]
         if scaled or types:
-            what = f"scaled fp8 ({scaled[0]})" if scaled else f"the type {', '.join(types)}"
+            number = "int8" if "I8" in types else "fp8"
+            what = f"scaled {number} ({scaled[0]})" if scaled else f"the type {', '.join(types)}"
             if nvfp4 := next((name for name in found if name.endswith(".weight_scale_2")), None):
                 what = f"nvfp4 ({nvfp4})"
             raise UserError(

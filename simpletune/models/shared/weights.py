@@ -50,7 +50,7 @@ def random_weight(name: str, shape: Shape, seed: int, scale: float = 1.0) -> Ten
     Weights are normal with standard deviation scale / sqrt(inputs), biases are zero, norms are one.
     """
     if len(shape) == 1:
-        return torch.ones(shape) if "norm" in name and name.endswith(".weight") else torch.zeros(shape)
+        return torch.ones(shape) if name.endswith(".weight") else torch.zeros(shape)  # a norm's
     generator = torch.Generator().manual_seed(random_key(seed, "init", name) % 2**63)
     return torch.empty(shape).normal_(0, scale / math.sqrt(math.prod(shape[1:])), generator=generator)
 

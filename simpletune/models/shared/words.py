@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypedDict
@@ -24,6 +25,17 @@ class DiffusersPipeline(NamedTuple):
     negative_prompt: bool = True  # whether it takes one; if not, guidance leads away from the empty text
     reads_embeddings: bool = False  # whether it loads embeddings of new tokens (textual inversion)
     guidance: str = "guidance_scale"  # the argument of its call that has the scale of guidance
+    guidance_offset: float = 0.0  # what its scale is more than that of classifier-free guidance
+
+
+class FewSteps(NamedTuple):
+    """Models that draw in a few steps, which ordinary training undoes. Nothing in their files tells them."""
+
+    pattern: str  # occurs in the last part of their names; a group ``steps`` has their number, where names have it
+    title: str
+    steps: int  # that pictures are drawn in
+    guidance: float = 1.0  # and with; 1: none
+    assistant: str | None = None  # the Hub name of a LoRA to train under, if one is published
 
 
 class PublicBase(NamedTuple):
@@ -57,6 +69,7 @@ class Words:
         guidance: the default of ``validation.guidance``.
         negative_prompt: the default of ``validation.negative_prompt``.
         steps: the default of ``validation.steps``.
+        few_steps: its models that draw in few steps, for ``few_steps_of``.
         edits: whether its published models also draw after reference pictures, which nothing here trains.
         published_as: a pattern of the last part of names under which its models are published, where nothing else tells
             the family.
@@ -73,6 +86,7 @@ class Words:
     guidance: float
     negative_prompt: str | None = ""
     steps: int = 20
+    few_steps: tuple[FewSteps, ...] = ()
     edits: bool = False
     published_as: str = "(?!)"
     no_hypernetwork: str | None = None
@@ -84,6 +98,16 @@ class Words:
         """Return the ``templates`` for a base of the family."""
         base = next((base for base in self.bases if base.name == pretrained), None)
         return self.templates if base is None or base.templates is None else base.templates
+
+    def few_steps_of(self, name: str, said: bool | None = None) -> FewSteps | None:
+        """Return what is known of a base that draws in few steps; None for another. It tells by the base's name, if
+        nobody ``said`` whether it does."""
+        last = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+        found = [(each, re.search(each.pattern, last)) for each in self.few_steps if said is not False]
+        kind, match = next(((each, match) for each, match in found if match), (None, None))
+        if kind is None or match is None:
+            return self.few_steps[0] if said else None
+        return kind._replace(steps=int(match.groupdict().get("steps") or kind.steps))
 
 
 def by_card(name: str) -> Mapping[str, str]:

@@ -98,6 +98,11 @@ class TextEncoder:
         return ""
 
     @property
+    def template(self) -> tuple[str, str]:
+        """What its template puts before a prompt, and after it."""
+        return "", ""
+
+    @property
     def limit(self) -> int:
         """The most tokens that it reads of a prompt, with those that begin and end it."""
         return self.length or MAX_TOKENS

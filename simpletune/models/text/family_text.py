@@ -74,6 +74,10 @@ class FamilyText(Generic[F]):
     masked: ClassVar[bool] = False
     """Whether the denoiser's attention takes a mask where the prompts of a batch have different lengths."""
 
+    length_multiple: ClassVar[int | None] = None
+    """What the denoiser pads a prompt's tokens to a multiple of. Micro-batches are dealt by it, too, so that those of
+    one length need no mask. None: by the pictures' size alone."""
+
     def __init__(self, family: F):
         self.family = family
 

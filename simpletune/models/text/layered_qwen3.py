@@ -33,8 +33,9 @@ class LayeredQwen3(LayeredEncoder):
         changes: EncoderChanges | None = None,
         taps: Sequence[int] = (),
     ):
-        self.taps = taps
         super().__init__(part, dtype, device, tensors, changes)
+        config: Any = self.model.config
+        self.taps = [tap if tap > 0 else config.num_hidden_layers + 1 + tap for tap in taps]
 
     def build(self, config: ModelConfig) -> nn.Module:
         return Qwen3ForCausalLM(Qwen3Config.from_dict(config))

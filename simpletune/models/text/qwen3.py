@@ -1,6 +1,6 @@
 """Qwen3 as a text encoder, which runs layer by layer: of its layers only those up to the last tapped one are read.
 
-A prompt is a user's message in the tokenizer's chat template, with an answer begun that has no thoughts.
+A prompt is a user's message in the tokenizer's chat template, with an answer begun.
 """
 
 from __future__ import annotations
@@ -22,15 +22,24 @@ if TYPE_CHECKING:
 class Qwen3Encoder(TextEncoder):
     """A Qwen3."""
 
-    taps: tuple[int, ...] = ()  # the numbers of layers, from 1, whose hidden states are read side by side
+    taps: tuple[int, ...] = ()
+    """Which hidden states are read, side by side: the numbers of layers, from 1; or from the end, where -1 is the
+    output after the last layer and -2 that before it."""
     padded: bool = False  # whether the states of the padding up to ``length`` are read, too
+    thinking: bool = False  # whether the answer may begin with thoughts; if not, the template puts empty ones there
 
     kind: ClassVar[str] = "Qwen3"
     templated: ClassVar[bool] = True
 
     @property
     def states(self) -> str:
-        return "-" + ".".join(map(str, self.taps)) + ("-padded" if self.padded else "")
+        ways = [way for way in ("padded", "thinking") if getattr(self, way)]
+        return "-".join(["", ".".join(map(str, self.taps)), *ways])
+
+    @property
+    def template(self) -> tuple[str, str]:
+        thoughts = "" if self.thinking else "<think>\n\n</think>\n\n"
+        return "<|im_start|>user\n", f"<|im_end|>\n<|im_start|>assistant\n{thoughts}"
 
     def width(self, config: ModelConfig) -> int:
         return len(self.taps) * int(config["hidden_size"])
@@ -46,7 +55,9 @@ class Qwen3Encoder(TextEncoder):
     def text(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
         said = [{"role": "user", "content": prompt}]
         return str(
-            tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+            tokenizer.apply_chat_template(
+                said, tokenize=False, add_generation_prompt=True, enable_thinking=self.thinking
+            )
         )
 
     def tokenize(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> Tokens:

@@ -42,7 +42,7 @@ class ReportSection:
     notes: list[str] = field(default_factory=list)  # paragraphs under the heading
     charts: list[ReportChart] = field(default_factory=list)
     tables: list[ReportTable] = field(default_factory=list)
-    block: str = ""  # special part of the page: loss, pictures, grid, settings or none
+    block: str = ""  # special part of the page: loss, pictures, strengths, grid, settings or none
     lines: list[str] = field(default_factory=list)  # charts as text, for the Markdown version only
 
 

@@ -35,7 +35,7 @@ def settings_of(config: TrainConfig | None, raw: Json) -> list[Setting]:
     }
     usual |= {
         f"data.sources.{index}.{name}": _text(value)
-        for index in range(len(config.data.members))
+        for index in range(len(config.sources))
         for name, value in family_defaults(config.model)["data"].items()
     }
     rows = (row for row in _rows(config, None, "") if row.path not in ("$schema", "version"))

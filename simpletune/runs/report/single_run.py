@@ -14,7 +14,7 @@ from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.adapters.text.embedding_files import embeddings_in
 from simpletune.data.source_mix import SOURCE_COLUMNS, SourceShare, source_rows
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.folder import DATA, overflow_words
+from simpletune.runs.folder import DATA, SAMPLES, STRENGTHS, overflow_words, pictures_at
 from simpletune.runs.model_card import parent_words
 from simpletune.runs.report import charts, image_rows
 from simpletune.runs.report.content import Fact, Report, ReportSection, ReportTable, format_gib, seconds
@@ -36,12 +36,14 @@ def single_run_report(run: RunData, price: float | None) -> Report:
     settings = [row for row in settings_of(run.config, run.settings) if row.path != "about"]  # shown under the title
     found = list(image_rows.validation_images(run.folder, run.notes))
     shown, shown_images = image_section(run, found)
+    strengths, strips = strength_section(run, found)
     warnings = [str(text) for text in run.summary.get("warnings", [])]
     none = "None." if run.summary else "Warnings are recorded when a run finishes."
     warned = ReportSection("warnings", "Warnings", notes=warnings or [none])
     sections = [
         *([warned] if warnings else []),  # first, if there are any
         shown,
+        *strengths,
         *checkpoint_sections(run, sorted({each.step for each in found} - {0})),
         loss_section([run]),
         *choice_sections(run),
@@ -63,7 +65,7 @@ def single_run_report(run: RunData, price: float | None) -> Report:
         priced += [("the steps", run.seconds_per_step * run.steps_done), ("1,000 steps", run.seconds_per_step * 1000)]
     if run.seconds_total is not None:
         priced.append(("the whole job" if run.summary else "the time so far", run.seconds_total))
-    data = {"losses": [loss_data(run)], "pictures": shown_images, "settings": settings}
+    data = {"losses": [loss_data(run)], "pictures": shown_images, "strengths": strips, "settings": settings}
     about = str(run.settings.get("about", ""))
     return Report(run.name, summary_sentence(run), about, run.notes, headline(run), sections, price, priced, data)
 
@@ -83,7 +85,7 @@ def summary_sentence(run: RunData) -> str:
     method += " (other settings in some layers)" if varied else ""
     return (
         f"{method} on {base}, {config.precision.weights} weights, "
-        f"{config.data.resolution} px, batch {config.train.micro_batch}"
+        f"{config.resolution} px, batch {config.train.micro_batch}"
         + (f" × {config.train.accumulation}" if config.train.accumulation > 1 else "")
         + f", {config.optimizer.name}, {plural(run.steps_of_result, 'step')}"
     )
@@ -190,6 +192,27 @@ def image_section(run: RunData, found: list[image_rows.ValidationImage]) -> tupl
     for asked, row in prompts.items():
         row["inputs"] = {kind: image_rows.data_uri(file, side) for kind, file in inputs.get(asked, {}).items()}
     return section, [row for row in prompts.values() if any(row["steps"])]
+
+
+def strength_section(run: RunData, found: list[image_rows.ValidationImage]) -> tuple[list[ReportSection], list[Json]]:
+    """Show what the strength of a slider changes, after the last step that drew; also its pictures by prompt, as data
+    URIs. Nothing for another run."""
+    last = max((each.step for each in found), default=0)
+    if run.config is None or run.config.concept is None or not last:
+        return [], []
+    section = ReportSection("strengths", "Strength", block="strengths")
+    section.notes.append("Drawn from the same noise. Move the slider: 0 is the base, 1 what the result is by itself.")
+    section.lines.append("![One row per prompt, one column per strength](samples/strengths.png)")
+    newest = [each for each in found if each.step == last]
+    side = image_rows.side_for(len(STRENGTHS) * len(newest))
+    base = {each.asked: each.file for each in found if not each.step and not each.is_start}
+    rows = []
+    for each in newest:
+        places = {at: pictures_at(run.folder / SAMPLES, last, at) / each.file.name for at in STRENGTHS}
+        places[0] = base.get(each.asked, places[0])
+        drawn = {at: image_rows.data_uri(file, side) for at, file in places.items() if file.is_file()}
+        rows.append({"prompt": each.prompt, "seed": each.seed, "strengths": drawn})
+    return [section], rows
 
 
 def checkpoint_sections(run: RunData, drawn: list[int]) -> Iterator[ReportSection]:

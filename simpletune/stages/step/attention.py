@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from simpletune.config.batches import mixes_lengths
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.speed import Kernel
 from simpletune.models.shared.buckets import Size
@@ -74,7 +75,8 @@ def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[Attentio
         passes.append((config.image_size(), rows, False, "validation pictures"))
     found: dict[AttentionCall, None] = {}
     for size, batch, trained, what in passes:
-        masked = config.model.text.masked and batch > 1
+        differ = mixes_lengths(config) if trained else batch > 1
+        masked = config.model.text.masked and differ
         for shape in config.model.architecture.attentions(size):
             found[AttentionCall(batch, *shape, trained, f"{what} of {size[0]}x{size[1]} px", masked)] = None
     return sorted(found, key=lambda shape: (shape.trained, shape.tokens), reverse=True)

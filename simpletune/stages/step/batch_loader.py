@@ -25,7 +25,9 @@ from simpletune.data.plan import Plan
 from simpletune.data.samples import PlannedSample
 from simpletune.data.storage.cache import Cache, crop_key
 from simpletune.engine.memory.copy_stream import copy_to_pinned
+from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.conditioning import Conditioning, stack
+from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.assignment import RankMicroBatches
@@ -180,6 +182,7 @@ class BatchLoader:
             time = self.plan.objective.process(self.model.files.scheduler_config, self.model.flow).time
             self.modulations = ModulationPlan(modulation, self.passes, time, self.text.pooled, apart=share.exact)
         self._named: range | None = None  # the last window that ``needs`` has listed
+        self._flops: dict[tuple[bool, Size, int], Flops] = {}
 
     def step(self, step: int) -> list[Batch]:
         """Load one step's micro-batches."""
@@ -204,14 +207,21 @@ class BatchLoader:
     def needs(self, step: int) -> Iterator[tuple[Cache, str]]:
         """Return what a step reads from the caches, as pairs of a cache and a key; with a modulation plan also its
         window's prompts, unless an earlier call returned them."""
+        found = dict.fromkeys(self.places(step))
+        window = None if self.modulations is None else self.modulations.window_prompts_steps(step)
+        if window is not None and window != self._named:
+            self._named, samples = window, []
+            for later, number in product(window, range(self.passes.accumulation)):
+                samples += self.passes.micro_batch(later, number)
+            for prompt in dict.fromkeys(sample.caption for sample in samples):
+                found |= dict.fromkeys(self.text.places(prompt))
+        yield from found
+
+    def places(self, step: int) -> Iterator[tuple[Cache, str]]:
+        """Return what the passes of a step read from the caches."""
         samples = [sample for passes in self.passes.step_passes(step) for each in passes for sample in each.samples]
         views = dict.fromkeys(crop for sample in samples for crop in sample.view.cached)
         yield from dict.fromkeys((self.latents.cache, crop_key(crop)) for crop in views)
-        window = None if self.modulations is None else self.modulations.window_prompts_steps(step)
-        if window is not None and window != self._named:
-            self._named = window
-            for later, number in product(window, range(self.passes.accumulation)):
-                samples += self.passes.micro_batch(later, number)
         for prompt in dict.fromkeys(sample.caption for sample in samples):
             yield from self.text.places(prompt)
 
@@ -228,6 +238,17 @@ class BatchLoader:
         (fetched,) = self._read([Pass(samples, self.passes.prior.second_pass)])
         batch = fetched.map(self._to_device)
         return batch if self.modulations is None else batch.with_modulations(self.modulations.step_modulations(0)[0])
+
+    def flops(self, samples: list[PlannedSample], trained: TrainedParameters) -> int:
+        """Count the operations of a micro-batch, without recomputation; ``trained``: the run's parameters."""
+        return self._flops_of(trained, samples[0].view.bucket, len(samples)).model
+
+    def _flops_of(self, trained: TrainedParameters | None, size: Size, rows: int) -> Flops:
+        """Count the operations of one pass, once for each shape; None: of the base."""
+        key = trained is None, size, rows
+        if key not in self._flops:
+            self._flops[key] = self.model.flops(trained or TrainedParameters(), size, rows)
+        return self._flops[key]
 
     def single_batches(self, samples: Sequence[PlannedSample]) -> Iterator[Batch]:
         """Yield a batch of one for each sample, without the base's predictions as targets."""

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor, nn
 
+from simpletune.config.batches import mixes_lengths
 from simpletune.config.schema import TrainConfig
+from simpletune.data.concept import Concept, Direction
+from simpletune.data.concept_plan import Drawing
 from simpletune.data.samples import Crop, PlannedSample
 from simpletune.data.sources.source import SourceImage
+from simpletune.models.objectives.flow import Euler
 from simpletune.models.shared.buckets import Framing, Size
 from simpletune.stages.modulation_plan import ModulationPlan
 from simpletune.stages.step.batch_loader import Batch
+from simpletune.stages.step.concept import ConceptBatch
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.text_side import empty_text_inputs
 
 CPU = torch.device("cpu")
+DRAWN = 3  # steps of a drawing: by the third, everything that earlier steps leave behind is allocated
+PASS = ("noise", "forward", "loss", "backward", "recompute")  # phases of a pass that trains
 SAMPLE = PlannedSample(Crop(SourceImage("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), False), "", 0.5, ())
 
 
@@ -33,12 +40,12 @@ class SyntheticBatches:
 
     def __init__(self, config: TrainConfig, core: TrainStep, size: Size | None = None, device: torch.device = CPU):
         self.core, self.config, self.device = core, config, device
-        self.size = size or (config.data.resolution, config.data.resolution)
+        self.size = size or (config.resolution, config.resolution)
         self.text = config.precision.encoder_dtype()
         passes = 2 if config.prior.second_pass else 1
         self.batch_size, self.accumulation = config.train.micro_batch, config.train.accumulation * passes
         self.modulations: ModulationPlan | None = None
-        if core.modulation is not None:
+        if core.modulation is not None and config.concept is None:  # there the step computes them
             width = config.model.text.pooled_width
             self.modulations = ModulationPlan(
                 core.modulation,
@@ -75,14 +82,16 @@ class SyntheticBatches:
             size: the number of samples; None uses the run's batch size.
         """
         b, (width, height) = size or self.batch_size, self.size
-        model, sources, weight = self.config.model, self.config.data.members, None
+        model, sources, weight, concept = self.config.model, self.config.sources, None, self.config.concept
         latents = (b, *model.autoencoder.shape(width, height))
         text = model.text.framed(model.text.blank(self.text, b), [Framing.whole(self.size)] * b)
+        if not mixes_lengths(self.config):
+            text = replace(text, mask=None)
         if any(source.weighs_places for source in sources):
             weight = torch.ones((b, 1, *latents[2:]), device=self.device)
         elif any(source.weight != 1 for source in sources):
             weight = torch.ones((b, 1, 1, 1), device=self.device)
-        return Batch(
+        made = Batch(
             z_0=torch.zeros(latents, device=self.device),
             noise=torch.zeros(latents, device=self.device),
             level=torch.full((b,), 0.5, device=self.device),
@@ -92,12 +101,51 @@ class SyntheticBatches:
             text=empty_text_inputs(self.config, b, self.device),
             inpainting=torch.zeros(b, 1 + latents[1], *latents[2:], device=self.device) if model.inpaints else None,
         )
+        return made if concept is None else self._to_draw(made, concept)
+
+    def frequencies(self) -> dict[str, float]:
+        """Return how many times an average step of the run does what the synthetic one does, by phase, if not once: a
+        drawing stops anywhere, and directions differ in their passes."""
+        concept = self.config.concept
+        if concept is None:
+            return {}
+        own, every = self._drawing(concept), [_drawing_of(each) for each in concept.directions]
+        found = {
+            "draw": (concept.drawing_steps - 1) / 2 / own.steps,
+            "base": sum(len(each.prompts) for each in every) / len(every) / len(own.prompts),
+        }
+        return found | dict.fromkeys(PASS, sum(each.passes for each in every) / len(every) / own.passes)
+
+    def _drawing(self, concept: Concept) -> Drawing:
+        """Make a drawing of the direction with the most passes, of as many steps as determine its memory."""
+        window = 0 if self.core.modulation is None else self.core.modulation.window
+        most = max(map(_drawing_of, concept.directions), key=lambda each: (each.passes, len(each.prompts)))
+        return most._replace(steps=min(max(DRAWN, window), concept.drawing_steps - 1))
+
+    def _to_draw(self, batch: Batch, concept: Concept) -> ConceptBatch:
+        """Make a micro-batch that is drawn."""
+        drawing = self._drawing(concept)
+        prompts = {prompt: batch.conditioning.map(torch.clone) for prompt in drawing.prompts}
+        rows = 1 + (concept.drawing_guidance > 1)
+        drawn = batch.conditioning.map(lambda tensor: tensor.repeat(rows, *[1] * (tensor.dim() - 1)))
+        given = {each.name: getattr(batch, each.name) for each in fields(Batch)}
+        flow, steps = self.config.model.flow, concept.drawing_steps
+        # a real solver keeps at most two more latents
+        return ConceptBatch(
+            **given, drawing=drawing, prompts=prompts, drawn=drawn, solver=lambda: Euler(torch.zeros(steps + 1), flow)
+        )
+
+
+def _drawing_of(direction: Direction) -> Drawing:
+    return Drawing(direction, 0, direction.strengths[0], direction.preserved[0] if direction.preserved else None)
 
 
 def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
     """Return the tensors of a micro-batch."""
     weights = (each for each in (batch.weight, batch.prior, batch.inpainting) if each is not None)
     text = () if batch.text is None else batch.text.tensors()
+    if isinstance(batch, ConceptBatch):
+        weights = (each for text in (*batch.prompts.values(), batch.drawn) for each in text.tensors().values())
     return batch.z_0, batch.noise, batch.level, *batch.conditioning.tensors().values(), *weights, *text
 
 

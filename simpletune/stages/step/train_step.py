@@ -8,6 +8,7 @@ a configuration asks for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from accelerate import Accelerator
@@ -30,6 +31,7 @@ from simpletune.stages.load import modulation_of
 from simpletune.stages.modulation_plan import DetachedModulation
 from simpletune.stages.step.attention import use_attention
 from simpletune.stages.step.batch_loader import Batch
+from simpletune.stages.step.concept import ConceptStep
 from simpletune.stages.step.exact_sums import ExactSums
 from simpletune.stages.step.fp16 import Fp16
 from simpletune.stages.step.variant import InBackward, PlainStep, Prior, Sharded, StepVariant, TrainedText
@@ -82,6 +84,8 @@ class TrainStep:
         self.device: torch.device = plain.accelerator.device
 
         # the state after a step
+        self.base_to_draw: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Returns a context in which the base is the one that pictures are drawn with."""
         self.average: Average | None = None
         """The average of the trained weights to generate, evaluate and export, which ``run`` updates."""
         self.lr = 0.0
@@ -146,14 +150,17 @@ class TrainStep:
         return loss, norm
 
     def compute(self, batch: Batch) -> Tensor:
-        """Run the forward and backward pass of one batch; returns its part of the step's loss."""
+        """Run the forward and backward passes of one batch; returns its part of the step's loss."""
         if batch.key is not None:
             reseed_global(*batch.key)
-        with phase("forward"):
-            loss = self.loss(self.model, batch) / batch.parts
-        with phase("backward"), use_attention(self.config.speed.attention):  # it may recompute blocks
-            self.variant.backward(loss)
-        self.losses.append(loss.detach())
+        losses = []
+        for each in self.variant.passes(batch):
+            with phase("forward"):
+                loss = self.loss(self.model, each) / each.parts
+            with phase("backward"), use_attention(self.config.speed.attention):  # it may recompute blocks
+                self.variant.backward(loss)
+            losses.append(loss.detach())
+        self.losses.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         return self.losses[-1]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -206,6 +213,8 @@ def assemble(
         variant = TrainedText(variant, text, denoiser)
     if config.prior.predicts:
         variant = Prior(variant, plain)
+    if config.concept is not None:
+        variant = ConceptStep(variant, plain, denoiser, config.concept, modulation)
     return TrainStep(plain, variant, denoiser, modulation, fp16, text)
 
 

@@ -65,6 +65,11 @@ class StepVariant:
         (``train.reduce``). ``compute`` runs a forward and backward pass, and returns its part of the loss []."""
         return self.inner.accumulate(batches, compute)
 
+    def passes(self, batch: Batch) -> Iterator[Batch]:
+        """Yield what to run of a micro-batch, one forward and backward pass each. What a pass needs of the model holds
+        until the next is asked for."""
+        yield from self.inner.passes(batch)
+
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         """Predict for one micro-batch: [b, c, h, w] in the type of its products."""
         return self.inner.predict(model, batch)
@@ -125,6 +130,9 @@ class PlainStep(StepVariant):
             with self.accelerator.no_sync(self.model) if number < len(batches) else nullcontext():
                 total += compute(batch)
         return total
+
+    def passes(self, batch: Batch) -> Iterator[Batch]:
+        yield batch
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         with phase("noise"):

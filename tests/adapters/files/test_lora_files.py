@@ -331,7 +331,8 @@ FOREIGN = {
     | pair("diffusion_model.noise_refiner.0.attention.to_q", 3840, 3840, "lora_A lora_B"),
     "Z-Image ": pair("lora_unet_layers_0_attention_qkv", 3840, 11520),
     "Lumina 2": pair("lora_unet_layers_0_attention_qkv", 2304, 3840),
-    "Z-Image or Lumina 2": pair("lora_unet_layers_0_feed_forward_w2", 10240, 3840),
+    "Z-Image  ": pair("lora_unet_layers_0_feed_forward_w2", 10240, 3840),
+    "Z-Image or Lumina 2": pair("lora_unet_layers_0_feed_forward_w2", 9216, 2304),
     "AuraFlow": pair("lora_unet_double_layers_0_attn_w1q", 3072, 3072),
     "Stable Diffusion XL ": pair("lora_te2_text_model_encoder_layers_0_mlp_fc1", 1280, 5120)
     | pair("lora_unet_down_blocks_1_attentions_0_proj_in", 640, 640),
@@ -350,7 +351,7 @@ FOREIGN = {
 
 
 UNETS = ("Stable Diffusion 1.5", "Stable Diffusion 2", "Stable Diffusion 1.5 or 2", "Stable Diffusion XL", "a U-Net")
-KNOWN = (*UNETS, "FLUX.2 klein 4B")
+KNOWN = (*UNETS, "FLUX.2 klein 4B", "Z-Image")
 
 
 @pytest.mark.parametrize("family", FOREIGN)

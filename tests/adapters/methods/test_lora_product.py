@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletune.adapters.methods.layers import wrap
+from simpletune.adapters.methods.lokr_layer import LokrLayer
 from simpletune.adapters.methods.lora_layers import (
     _as_it_is,
     _Updated,
@@ -184,6 +186,29 @@ def test_a_block_casts_its_factors_and_their_gradients_together_with_the_same_bi
     assert casts == [(8, 0), (0, 2)]
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
     assert all(each.dtype == torch.float32 for each in gradients[1])
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["two factors", "one factor"])
+def test_a_block_casts_lokr_s_second_matrices_together_with_the_same_bits(whole: bool) -> None:
+    """The first matrix's gradient is summed in fp32: it is not cast ahead."""
+    x, gradients, casts = torch.randn(8, 64).bfloat16(), [], []
+    second = {"lokr_w2": (16, 16)} if whole else {"lokr_w2_a": (16, 2), "lokr_w2_b": (2, 16)}
+    for together in (False, True):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)).bfloat16().requires_grad_(False)
+        for name in ("0", "2"):
+            factors = {each: torch.randn(shape) / 4 for each, shape in {"lokr_w1": (4, 4), **second}.items()}
+            wrap(block, name, LokrLayer(block.get_submodule(name), factors))
+        if together:
+            cast_together([block])
+        with _Counted() as mode:
+            block(x).square().mean().backward()
+        gradients.append([each.grad for each in block.parameters() if each.requires_grad])
+        casts.append((mode.counts["_to_copy"], mode.counts["_foreach_copy_"]))
+    assert casts[1][1] == 2 and casts[0][0] - casts[1][0] == 4 * len(second)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    assert all(each.dtype == torch.float32 for each in gradients[1])
+    assert set(block[0].factors) == {"lokr_w1", *second} and "cast" not in vars(block[0])
 
 
 def test_a_cast_serves_one_pass() -> None:

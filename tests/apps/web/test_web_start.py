@@ -134,7 +134,7 @@ def test_every_field_of_the_schema_is_in_the_form_with_its_help() -> None:
                 found[prefix + key] = " ".join((info.description or "").split())
         return found
 
-    optional = {"ema": {}, "validation": {"early_stop": {}}, "text": {"embeddings": {}, "lora": {}}}
+    optional = {"ema": {}, "concept": {}, "validation": {"early_stop": {}}, "text": {"embeddings": {}, "lora": {}}}
     data = complete({"name": "x", "data": {"path": ""}, **optional})
     shown = {each.path: each.help for section in sections_of(data) for each in section.fields()}
     expected = help_of(TrainConfig)

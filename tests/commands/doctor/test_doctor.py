@@ -44,6 +44,8 @@ ANSWERS = {
     "bitsandbytes": {"version": "0.50.2", "cuda": True},
     "optimum-quanto": {"version": "0.2.7"},
     "pinned memory": {"pinned": 2**28},
+    "product": {"dtype": "bf16", "tflops": 51.0, "expected": 56.6},
+    "host": {"processor": "AMD EPYC", "core": 1.4e-4, "launch": 3e-6, "to_device": 24.5, "to_host": 23.0},
     "int8 products": {"why_not": None, "triton": "3.7.1"},
 }
 STEPS = {
@@ -225,6 +227,19 @@ WRONG = {
         checks.card, torch_is(devices=[{**L4, "free": 10 * GIB}]) | smi(0, "580.1, NVIDIA L4"), WARNING,
         r"10.0 GiB of 22.5 GiB free .* python \(process 77, 9000 MiB\)",
     ),
+    "a slow card": (
+        checks.product, answer("product", dtype="bf16", tflops=20.0, expected=56.6), WARNING,
+        "20 TFLOP/s in bf16, 56.6 expected of such a card .* power limit",
+    ),
+    "a card that cannot multiply": (checks.product, answer("product", error="RuntimeError: cuBLAS"), PROBLEM, "cuBLAS"),
+    "a virtual machine": (
+        checks.host, answer("host", **{**ANSWERS["host"], "launch": 29e-6}), WARNING,
+        r"AMD EPYC, 140 us a loop; 29.0 us a launch; 24.5 GB/s to the card, 23.0 back .* launches thousands",
+    ),
+    "a slow link": (
+        checks.host, answer("host", **{**ANSWERS["host"], "to_host": 3.0}), WARNING, "3.0 back .* with the most lanes",
+    ),
+    "a card that cannot be timed": (checks.host, answer("host", error="RuntimeError: CUDA"), WARNING, "is unknown"),
     "a card without bf16": (checks.bf16, torch_is(devices=[T4]), WARNING, r"no \(sm_75\)"),
     "a V100": (checks.bf16, torch_is(devices=[V100]), WARNING, r"sm_70.*CUDA 12\.6"),
     "no bitsandbytes": (
@@ -273,7 +288,11 @@ def test_what_is_not_needed_is_no_warning() -> None:
     assert "torch reaches the card" in levels(checks.driver, machine(commands={"--query-gpu": None}))[OK]
     bare = machine({"torch": WITHOUT}, programs=(), header=False)  # what only a card needs
     assert levels(checks.compiler, bare).keys() == {OK}
-    assert list(checks.int8_products(bare)) == list(checks.bf16(bare)) == []
+    assert list(checks.int8_products(bare)) == list(checks.bf16(bare)) == list(checks.product(bare)) == []
+    unknown = machine({"product": {**ANSWERS["product"], "expected": None}})
+    assert "no figure is known for this card" in levels(checks.product, unknown)[OK]
+    alone = machine({"host": {"processor": "AMD EPYC", "core": 1.4e-4, "launch": None}})
+    assert levels(checks.host, alone) == {OK: "AMD EPYC, 140 us a loop  "}
     assert "not tried" in levels(checks.pinned_memory, bare)[OK]
 
 

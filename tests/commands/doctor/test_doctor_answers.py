@@ -7,7 +7,7 @@ import importlib.metadata
 import pytest
 import torch
 
-from simpletune.commands.doctor.probe import bitsandbytes_facts, quanto_facts, torch_facts
+from simpletune.commands.doctor.probe import bitsandbytes_facts, host_facts, product_facts, quanto_facts, torch_facts
 from simpletune.commands.doctor.probe_steps import take_steps
 
 without_a_card = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
@@ -19,6 +19,20 @@ def test_torch_and_the_devices_that_it_sees() -> None:
     assert found["version"] == torch.__version__ and found["cuda"] == torch.version.cuda
     assert found["devices"] == [] and "no NVIDIA GPU was found" in found["refused"]
     assert "not the demo model" not in found["refused"]  # which was asked for
+
+
+@without_a_card
+def test_the_processor_is_timed_where_there_is_no_card() -> None:
+    found = host_facts()
+    assert found["processor"] and found["core"] > 0 and found["launch"] is None
+
+
+@pytest.mark.dry
+def test_a_simulated_card_is_timed() -> None:
+    """Its L4 takes no time to multiply."""
+    found = product_facts()
+    assert found["dtype"] == "bf16" and found["tflops"] > found["expected"] == pytest.approx(56.6, rel=0.1)
+    assert host_facts()["launch"] < 5e-6
 
 
 def test_versions_of_the_libraries() -> None:

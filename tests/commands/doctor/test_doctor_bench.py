@@ -17,9 +17,10 @@ import torch
 
 from simpletune.apps.cli.main import main
 from simpletune.commands.doctor import bench, bench_steps
-from simpletune.commands.doctor.bench import COUNT, RUNS, CardFile, measure_runs, read_card_file
+from simpletune.commands.doctor.bench import COUNT, RUNS, CardFile, Run, measure_runs, read_card_file
 from simpletune.commands.doctor.machine import Machine
 from simpletune.commands.doctor.probe import ProbeProcess
+from simpletune.estimate.timing.speeds import HostSpeeds
 from simpletune.system.disk import DiskFull
 from simpletune.system.options import ConfigError, UserError
 
@@ -27,10 +28,11 @@ NAMES = list(RUNS)
 T4 = {"name": "Tesla T4", "capability": [7, 5], "free": 14 * 2**30, "total": 15828320256}
 ANSWERS = {
     "torch": {"version": "2.13.0", "cuda": "13.0", "devices": [T4]},
-    "core": {"processor": "Intel(R) Xeon(R) CPU @ 2.00GHz", "seconds": 1.5e-4},
+    "host": {"processor": "Intel(R) Xeon(R) CPU @ 2.00GHz", "core": 1.5e-4, "launch": 3e-6},
 }
 MEASURED = {
     "predicted_mib": 2653.1, "measured_mib": 2660.0, "predicted_seconds": 1.617, "seconds": 1.7, "steps": 10,
+    "host": {"core": 1.5e-4, "launch": 3e-6, "to_device": 12.1, "to_host": 11.9}, "host_after": {"core": 2e-4},
 }  # fmt: skip
 
 
@@ -45,9 +47,9 @@ class Child(ProbeProcess):
     def ask(self, question: str) -> dict[str, Any]:
         if question in self.answers:
             return self.answers[question]
-        overrides, where, seconds, core = json.loads(question.removeprefix("bench "))
+        overrides, where, seconds = json.loads(question.removeprefix("bench "))
         name = next(name for name in NAMES if list(RUNS[name]) == overrides)
-        assert where == "cuda" and core == 1.5e-4
+        assert where == "cuda"
         self.asked.append((name, seconds, self.seconds))
         return self.runs(name)
 
@@ -238,10 +240,13 @@ def minimal(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_takes_its_steps_and_stops_when_its_time_is_over(minimal: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_steps, "MOST", 3)
-    found = bench_steps.measure(RUNS["full bf16, 512 px"], "cpu", 60, 1e-4)
+    found = bench_steps.measure(RUNS["full bf16, 512 px"], "cpu", 60)
     assert found["steps"] == 3 and found["seconds"] > 0 and found["predicted_mib"] > 0
-    assert set(found) == {"predicted_mib", "seconds", "steps"}, "a processor's peak is not measured"
-    assert bench_steps.measure(RUNS["LoRA int8, 512 px"], "cpu", 0, 1e-4)["steps"] == 1
+    named = {"predicted_mib", "seconds", "least", "steps", "host", "host_after"}
+    assert set(found) == named, "a processor's peak is not measured"
+    assert 0 < found["least"] <= found["seconds"] and set(found["host_after"]) == {"core"}
+    assert Run(name="x", **found).host == HostSpeeds(**found["host"])
+    assert bench_steps.measure(RUNS["LoRA int8, 512 px"], "cpu", 0)["steps"] == 1
 
 
 def test_updates_in_the_backward_pass_leave_no_memory_to_the_next_run(minimal: None) -> None:
@@ -272,10 +277,10 @@ def test_peaks_on_a_simulated_card_are_those_predicted_whatever_ran_before(monke
     gc.collect()
     left = torch.cuda.memory_allocated() / 2**20  # by other tests of this process; the runs here add nothing to it
     for name in ("full bf16, 512 px", "LoRA int8, 512 px"):
-        found = bench_steps.measure(RUNS[name], "cuda", 0, 1e-4)
+        found = bench_steps.measure(RUNS[name], "cuda", 0)
         assert found["measured_mib"] - left == pytest.approx(found["predicted_mib"], rel=0.01), name
         assert found["steps"] == 1 and found["predicted_seconds"] > 0
     for total, why in ((2**31, "does not fit"), (22 * 2**30, "out of memory")):  # a busy card may have room later
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, total=total: (2**31, total))
-        found = bench_steps.measure(RUNS["LoRA bf16, 1024 px"], "cuda", 0, 1e-4)
+        found = bench_steps.measure(RUNS["LoRA bf16, 1024 px"], "cuda", 0)
         assert found["left_out"] == why and "measured_mib" not in found

@@ -287,7 +287,7 @@ MUSUBI = [
     ("x.bat", "python wan_cache_latents.py --vae x\naccelerate launch src/musubi_tuner/wan_train_network.py --dit x",
      r"script wan_train_network.py \(Wan, by musubi-tuner\)"),
     ("x.ps1", "accelerate launch src\\musubi_tuner\\qwen_image_train_network.py `\n --dit x", "Qwen-Image"),
-    ("x.sh", "python -m musubi_tuner.zimage_train_network --dit x", "Z-Image"),
+    ("x.sh", "python -m musubi_tuner.zimage_train --dit x", "Z-Image, unless it trains a LoRA"),
     ("x.sh", "python flux_kontext_train_network.py", r"FLUX.1 Kontext"),
     ("x.sh", "python hv_train_network.py", r"\(HunyuanVideo, "),
     ("x.sh", "python hv_1_5_train_network.py", r"\(HunyuanVideo 1.5, "),

@@ -82,12 +82,12 @@ IMPORTED: list[tuple[str, str, Json]] = [
      {"model.family": "sd3", "adapter.method": "lora", "data.path": "dog",
       "model.pretrained": "stabilityai/stable-diffusion-3-medium-diffusers"}),
 ]  # fmt: skip
+IN_FP16 = "onetrainer/z_image.json", "gesen2egee/OneTrainer: training_presets/, shortened"
 REFUSED = [
     ("kohya/db.toml", "cyber-meow/sd_training_config: kohya_db_config.toml", "network_module names no network"),
     ("kohya/flux.toml", "finesseus/sd-scripts: config_file.toml, shortened", "(Flux) is not supported"),
     ("kohya_ss/flux.json", "bmaltais/kohya_ss: presets/lora/flux1D - adamw8bit fp8.json", "Flux1 is not supported"),
     ("simpletuner/qwen.json", "akuratabot/lora-trainer: config/config.json, shortened", "model_family qwen_image"),
-    ("onetrainer/z_image.json", "gesen2egee/OneTrainer: training_presets/, shortened", "model_type Z_IMAGE"),
     ("ai_toolkit/controlnet.yaml", "a guide to ControlNet with ai-toolkit", "network.type controlnet"),
     ("diffusers/controlnet_xl.sh", "modelscope/ms-swift: run_train_controlnet_sdxl.sh", "train_controlnet_sdxl.py"),
 ]
@@ -98,6 +98,13 @@ def test_a_public_file_imports_to_what_its_trainer_would_have_done(name: str, or
     found = import_file(FILES / name)
     assert {path: at(found.config, path) for path in expected} == expected, origin
     assert not found.problems
+
+
+def test_a_public_file_that_trains_z_image_in_fp16_is_imported_with_that_problem() -> None:
+    name, origin = IN_FP16
+    found = import_file(FILES / name)
+    assert found.config["model"]["family"] == "zimage", origin
+    assert [problem.path for problem in found.problems] == ["precision.compute"]
     content = read_any(FILES / name)
     if isinstance(content, dict):
         content.pop(TOOK, None)

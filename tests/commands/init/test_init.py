@@ -18,6 +18,7 @@ from simpletune.commands.init import choices as making
 from simpletune.commands.init.answers import WHAT, ask
 from simpletune.commands.init.choices import PROFILES, profile_of, templates_for
 from simpletune.config.load import read_config, read_json, validate
+from simpletune.data.demo import MODELS
 from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.sources.walk import USUAL
 from simpletune.data.split import split_images
@@ -62,6 +63,13 @@ def test_without_a_card_it_is_the_tiny_model_and_says_that_it_is_for_trying_out(
     assert "no graphics card" in why(found, "model.pretrained") and "for trying out" in why(found, "model.pretrained")
     assert list(config)[:2] == ["about", "name"] and config["train"] == {"steps": 200, "batch_size": 6}
     assert config["precision"] == {"weights": "int8", "compute": "fp32"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_tiny_model_that_one_names_comes_with_its_own_settings(name: str, tiny_images: Path) -> None:
+    model = accepted(suggest(tiny_images, Answers(model=name)).config)["model"]
+    own = {"demo:tiny-sd3": {"t5_length": 24}, "demo:tiny-klein": {"family": "klein", "text_length": 32}}
+    assert model == {"pretrained": name} | own.get(name, {"family": "sdxl"})
 
 
 @pytest.mark.parametrize(

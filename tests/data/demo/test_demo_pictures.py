@@ -215,8 +215,8 @@ def test_the_subject_is_one_figure_of_two_colours(tmp_path: Path) -> None:
 def test_resolve_names_what_there_is(tmp_path: Path) -> None:
     for name, message in {
         "demo:picture": "demo:picture: unknown demo name. Did you mean demo:pictures?",
-        "demo:qqqqqqqq": "unknown demo name. Use one of demo:tiny-sd3, demo:tiny-sdxl, demo:style, "
-        "demo:pictures, demo:subject.",
+        "demo:qqqqqqqq": "unknown demo name. Use one of demo:tiny-sd3, demo:tiny-sdxl, "
+        "demo:tiny-klein, demo:style, demo:pictures, demo:subject.",
     }.items():
         with pytest.raises(ValueError) as error:
             demo.resolve(name, tmp_path)

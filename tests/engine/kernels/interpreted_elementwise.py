@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interpreted_examples import examples
 from interpreted_rounding import rounding_to_nearest  # noqa: F401  (a fixture)
-from reference.adaln import gated_sum, modulated_norm, rms_norm
+from reference.adaln import gated_sum, modulated_norm, rms_norm, swiglu
 from torch import Tensor
 
-from simpletune.engine.kernels import adaln_kernels, rms_kernels
+from simpletune.engine.kernels import adaln_kernels, rms_kernels, swiglu_kernels
 from simpletune.engine.kernels.sizes import ROWS
 
 TYPES = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -142,6 +142,34 @@ def test_norms_of_queries_are_within_one_rounding_of_float64(
     assert_close(grad_x, wide.grad, 40 * steep)
     if trains:
         assert_close(sums[0], wide_weight.grad, 100.0 * shape[0] * shape[1] * shape[2])
+
+
+@examples(8)
+@given(
+    shape=st.tuples(*map(st.sampled_from, ([1, 2], [1, 5], [1, 8, 40, swiglu_kernels.COLUMNS + 8]))),
+    dtype=dtypes, joined=st.booleans(), large=st.booleans(), seed=seeds,
+)  # fmt: skip
+def test_swiglu_and_its_gradients_are_within_one_rounding_of_float64(
+    shape: tuple[int, ...], dtype: torch.dtype, joined: bool, large: bool, seed: int
+) -> None:
+    """Of halves of one tensor, which lies in a wider one as in a parallel block, or of two tensors."""
+    d = shape[-1]
+    wide = tokens((*shape[:-1], 3 * d), dtype, seed, 1)[0] * (30 if large else 1)
+    x, grad = wide[..., d:], tokens((*shape[:-1], 2 * d), dtype, seed + 1, 1)[0][..., :d]
+    gate, value = x.chunk(2, dim=-1)
+    if not joined:
+        gate, value = gate.contiguous(), value.contiguous()
+    exact_gate, exact_value = (each.double().requires_grad_() for each in (gate, value))
+    exact = swiglu(exact_gate, exact_value)
+    exact.backward(grad.double())
+    assert exact_gate.grad is not None and exact_value.grad is not None
+    size = 1 + exact_gate.detach().abs()
+    assert_close(swiglu_kernels.swiglu(gate, value), exact.detach(), size * exact_value.detach().abs())
+    found = swiglu_kernels.swiglu_backward(grad, gate, value, joined)
+    assert len(found) == 2 - joined
+    of_gate, of_value = found[0].chunk(2, dim=-1) if joined else found
+    assert_close(of_gate, exact_gate.grad, size * (grad.double() * exact_value.detach()).abs())
+    assert_close(of_value, exact_value.grad, size * grad.double().abs())
 
 
 def test_sums_over_tokens_are_repeated_bit_for_bit() -> None:

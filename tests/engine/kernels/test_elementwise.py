@@ -17,13 +17,14 @@ import pytest
 import torch
 from blocks import on_cuda
 from diffusers.models.attention import JointTransformerBlock
+from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
 from reference.adaln import gated_sum, modulated_norm
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import elementwise
 from benchmarks.elementwise import Row
-from simpletune.engine.kernels import adaln, rms_norm
+from simpletune.engine.kernels import adaln, rms_norm, swiglu
 from simpletune.engine.kernels.adaln import GatedTokens, ScaleShift, add_gated, normalise_and_modulate
 from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.kernel_workspace import temporaries
@@ -193,6 +194,10 @@ def test_the_operations_are_what_fake_tensors_take_them_for() -> None:
         heads, weight = torch.randn(2, 5, 3, 8).to(dtype), torch.randn(8).to(dtype)
         torch.library.opcheck(ops.rms_norm.default, (heads, weight, 1e-6), test_utils=checks)
         torch.library.opcheck(ops.rms_norm_backward.default, (heads, heads, weight, 1e-6, True), test_utils=checks)
+        gate, value = grad.chunk(2, dim=-1)
+        torch.library.opcheck(ops.swiglu.default, (gate, value), test_utils=checks)
+        for joined in (True, False):
+            torch.library.opcheck(ops.swiglu_backward.default, (value, gate, value, joined), test_utils=checks)
 
 
 def test_the_prediction_counts_what_the_kernels_move_and_hold() -> None:
@@ -228,6 +233,48 @@ def test_the_prediction_counts_what_the_kernels_move_and_hold() -> None:
     assert moved(ops.rms_norm, heads, weight, 1e-6) == [KernelWork("norm", "bf16", (2 * whole + 32,))]
     assert terms[ops.rms_norm_backward.default](heads, heads, weight, 1e-6, True) == 4 * 16 * 3 + 4 * 16
     assert terms[ops.rms_norm_backward.default](heads, heads, weight, 1e-6, False) == 0
+    halves = x.chunk(2, dim=-1)
+    assert moved(ops.swiglu, *halves) == [KernelWork("add", "bf16", (whole + whole // 2,))]
+    assert moved(ops.swiglu_backward, halves[1], *halves, True) == [
+        KernelWork("add", "bf16", (2 * whole + whole // 2,))
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("joined", [True, False], ids=["halves", "two tensors"])
+def test_swiglu_has_diffusers_bits_and_saves_its_inputs_alone(joined: bool, dtype: torch.dtype) -> None:
+    """Of halves of a wider tensor, as a parallel block has them, and of outputs of two layers."""
+    generator = torch.Generator().manual_seed(4)
+    wide = (torch.randn(2, 7, 45, generator=generator) * 3).to(dtype)
+    grad = torch.randn(2, 7, 25, generator=generator).to(dtype)[..., 5:]
+    found: list[list[Tensor]] = []
+    saved: list[Tensor] = []
+    for ours in (True, False):
+        x = wide.clone().requires_grad_()
+        part, own = x[..., 5:], []
+        gate, value = part.chunk(2, dim=-1)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, own=own: own.append(t) or t, lambda t: t):
+            if ours:
+                out = swiglu.swiglu(part) if joined else swiglu.swiglu(gate, value)
+                saved = own
+            else:
+                out = Flux2SwiGLU()(part) if joined else torch.nn.functional.silu(gate) * value
+        out.backward(grad)
+        assert x.grad is not None
+        found.append([out, x.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert [each.shape[-1] for each in saved] == ([40] if joined else [20, 20])
+    with torch.no_grad(), Counted() as counted:
+        assert torch.equal(swiglu.swiglu(wide[..., 5:]), found[0][0]) and counted.names["swiglu"] == 1
+
+
+def test_a_gradient_of_halves_is_written_once() -> None:
+    x = torch.randn(1, 3, 16, requires_grad=True)
+    out = swiglu.swiglu(x)
+    with Counted() as counted:
+        out.sum().backward()
+    assert counted.names["swiglu_backward"] == 1
+    assert not any(counted.names[each] for each in ("silu_backward", "slice_backward", "add", "mul"))
 
 
 WIDE = torch.linspace(-2, 2, 20 * 32).view(20, 32)
@@ -235,6 +282,7 @@ NOISE = torch.zeros(20, 32, dtype=torch.int16)
 FALLBACKS: list[tuple[str, Any, str, tuple[Any, ...], str]] = [
     ("add_gated", adaln, "kernels.adaln_kernels.add_gated", (WIDE[None], WIDE[None], WIDE[:1]), "residuals by torch's"),
     ("rms_norm", rms_norm, "kernels.rms_kernels.rms_norm", (WIDE, WIDE[0], 1e-6), "queries and keys by torch's"),
+    ("swiglu", swiglu, "kernels.swiglu_kernels.swiglu", (WIDE, WIDE + 1), "SwiGLU by torch's operators on cpu"),
     (
         "round_into", bf16_updates, "optim.bf16_kernels.round_into", (WIDE.bfloat16() * 0, WIDE, NOISE),
         "updates of bf16 numbers by torch's operators on cpu",
@@ -302,8 +350,9 @@ def test_the_kernels_compile_for_cards_that_are_not_here(row: Row) -> None:
 
 
 def test_the_committed_table_is_that_of_the_kernels() -> None:
-    source = elementwise.source_hash()
-    assert all(row["source"] == source for row in TABLE.values()), "simpletune/engine/kernels has changed: make kernels"
+    for name, row_ in TABLE.items():
+        source = elementwise.source_hash(elementwise.kernel_of(name))
+        assert row_["source"] == source, "simpletune/engine/kernels has changed: make kernels"
     versions = {name.partition(":")[0] for name in TABLE}
     assert {version.rpartition(".")[0] for version in versions} == {"Triton 3.6", "Triton 3.7"}  # pyproject.toml's
     for version in versions:
@@ -336,7 +385,7 @@ def test_the_grid_compiles_what_is_missing_and_fails_for_a_broken_rule(
     assert "64 x 4 warps, 16 B" in elementwise.run(tmp_path, 60).read_text() and len(compiled) == 2
     elementwise.run(tmp_path, 60)
     assert len(compiled) == 2
-    monkeypatch.setattr(elementwise, "source_hash", lambda: "another")
+    monkeypatch.setattr(elementwise, "source_hash", lambda kernel: "another")
     found["stack"] = 32
     with pytest.raises(UserError, match="sm_75 modulate added Medium fp16: 32 bytes spilled"):
         elementwise.run(tmp_path, 60)

@@ -206,16 +206,21 @@ NOT_LOWERED = RuntimeError("PassManager::run failed")
 
 
 class FakeKernel:
-    """Stands for a kernel of Triton without a GPU; notes the tiles that run, and raises ``error`` for tiles of some
-    numbers of rows."""
+    """Stands for a kernel of Triton without a GPU; notes the tiles that run, raises ``error`` for tiles of some
+    numbers of rows, and spills ``spills[rows]`` bytes, which is known once it is loaded."""
 
     def __init__(self, fails: set[int], error: Exception):
         self.fails, self.error, self.ran = fails, error, Counter[int]()
+        self.spills: dict[int, int] = {}
 
-    def run(self, *_: Any, grid: Any, warmup: bool, BLOCK_M: int, **named: Any) -> None:
+    def run(self, *_: Any, grid: Any, warmup: bool, BLOCK_M: int, **named: Any) -> Any:
         if BLOCK_M in self.fails:
             raise self.error
-        self.ran[BLOCK_M] += 1
+        if not warmup:
+            self.ran[BLOCK_M] += 1
+        kernel = SimpleNamespace()
+        kernel._init_handles = lambda: setattr(kernel, "n_spills", self.spills.get(BLOCK_M, 0) // 4)
+        return kernel
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda *given, **named: self.run(*given, grid=grid, warmup=False, **named)
@@ -350,6 +355,19 @@ def test_a_tile_that_does_not_compile_is_left_out_and_named_once(kernel: Any) ->
     assert set(fake.ran) == {256, 64, 32} and fake.ran[256] == 4
     tiles = [line for line in said if "leave out a tile" in line]
     assert len(tiles) == len(said) == 6 and all("BLOCK_M: 128" in t and "PassManager::run failed" in t for t in tiles)
+
+
+@needs_triton
+def test_a_tile_that_spills_is_not_timed_and_chosen_only_where_all_do(kernel: Any) -> None:
+    """A stack of 64 bytes is none: the tuning times such tiles."""
+    fake, said = kernel(set(), NOT_LOWERED)
+    fake.spills = {256: 512, 128: 512, 64: 64}
+    product_on_cuda()
+    assert set(fake.ran) == {64, 32}
+    fake.spills = {256: 528, 128: 512, 64: 520, 32: 520}
+    fake.ran.clear()
+    product_on_cuda(1000)
+    assert fake.ran == {128: 1} and said == []
 
 
 @needs_triton

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,11 +38,11 @@ from simpletune.estimate.timing.constants import (
     write_constants,
 )
 from simpletune.estimate.timing.datasheet import CORE, LAUNCH, DatasheetSpeeds
-from simpletune.estimate.timing.host_probes import core_seconds
+from simpletune.estimate.timing.host_probes import core_seconds, launch_seconds, measure_host
 from simpletune.estimate.timing.larger_batch import LargerBatch, find_larger_batch, scaled_bytes, scaled_sections
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.sections import COMPUTE, KernelWork, StreamWork
-from simpletune.estimate.timing.speeds import CalibratedSpeeds
+from simpletune.estimate.timing.speeds import CalibratedSpeeds, HostSpeeds
 from simpletune.estimate.timing.stopwatch import Call
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.flops import trained_of
@@ -160,6 +161,20 @@ def test_a_step_is_limited_by_what_takes_longest() -> None:
 
 def kernel(kind: str, *extents: int) -> KernelWork:
     return KernelWork(kind, "bf16", extents)
+
+
+def test_kernels_that_python_launches_are_tasks_of_their_own(tiny_config: dict, simulate_once: Callable) -> None:
+    def tasks(**precision: str) -> Counter[str]:
+        found: Counter[str] = Counter()
+        options = {"weights": "int8", **precision}
+        report = simulate_once(validate(tiny_config | {"precision": options, "train": {"steps": 1}}, "x"))
+        for each in report.sections:
+            found.update(each.host)
+        return found
+
+    plain = tasks()
+    assert tasks(products="int8")["tuned"] > 0 == plain["tuned"]
+    assert tasks(weights="nf4")["kernel"] > plain["kernel"]
 
 
 def test_a_larger_batch_scales_everything_but_the_weights() -> None:
@@ -312,16 +327,33 @@ def rate(card: str, kind: str, dtype: str, operations: int, extents: tuple[int, 
 
 
 def test_attention_runs_at_the_rate_of_its_kernel_on_a_card() -> None:
-    """An A100's and an H100's by flash attention's papers, a T4's by torch's only kernel there."""
+    """An A100's by flash attention's paper, an H100's and a B200's as others measured it, a T4's by torch's only kernel
+    there."""
     heads = 24, 4429, 4429, 64
     operations = 4 * math.prod(heads)
-    for card, dtype, low, high in (("A100-40GB", "bf16", 180, 228), ("H100", "bf16", 350, 400), ("T4", "fp16", 12, 18)):
+    for card, dtype, low, high in (
+        ("A100-40GB", "bf16", 180, 228), ("H100", "bf16", 260, 330), ("B200", "bf16", 300, 380), ("T4", "fp16", 12, 18),
+    ):  # fmt: skip
         assert low < rate(card, "attention", dtype, operations, heads) < high, card
         assert low / 1.4 < rate(card, "attention_backward", dtype, operations * 5 // 2, heads) < high, card
     for card in CARDS:
         for name in ("fp32", "fp16"):
             kernel = attention_kernel(card.capability, name)
-            assert DatasheetSpeeds(card).attention(name).partition(" ")[0] == kernel, card.name
+            assert DatasheetSpeeds(card).attention(name, 64).partition(" ")[0] == kernel, card.name
+    wide = 16, 8192, 8192, 128
+    assert rate("H100", "attention", "bf16", 4 * math.prod(wide), wide) == pytest.approx(370, rel=0.05)
+    assert rate("H100", "attention_backward", "bf16", 10 * math.prod(wide), wide) == pytest.approx(290, rel=0.05)
+
+
+def test_products_with_short_sums_are_slower_on_the_fastest_memory() -> None:
+    """As others measured cuBLAS: triton-lang/triton#2339 and #6523, pytorch#181718."""
+    for card, m, k, tflops in (
+        ("H100", 2048, 2048, 515), ("H100", 2048, 4096, 614), ("H100", 2048, 8192, 722), ("A100-40GB", 1536, 1536, 141),
+        ("A100-40GB", 2560, 2560, 161), ("RTX4090", 2040, 2040, 156),
+    ):  # fmt: skip
+        assert rate(card, "product_tn", "bf16", 2 * m * k * k, (m, k, k)) == pytest.approx(tflops, rel=0.25), (card, k)
+    narrow = DatasheetSpeeds(find_card("H100")).seconds("product_tn", "bf16", (4429, 1536, 16))
+    assert narrow < 10e-6, "bounded by its traffic"
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -329,7 +361,7 @@ def test_attention_with_a_mask_runs_at_the_rate_of_the_memory_efficient_kernel(b
     """Half of flash attention's on an L4, and the same as without a mask where torch has no other kernel."""
     heads, end = (24, 4429, 4429, 64), "_backward" * backward
     for card, dtype, times in (
-        ("L4", "bf16", 0.65 / 0.3 if backward else 2), ("H100", "bf16", 0.45 / 0.3 if backward else 0.52 / 0.4),
+        ("L4", "bf16", 0.65 / 0.3 if backward else 2), ("H100", "bf16", 0.36 / 0.3 if backward else 1),
         ("L4", "fp32", 1), ("T4", "fp16", 1),
     ):  # fmt: skip
         seconds = DatasheetSpeeds(find_card(card)).seconds
@@ -367,11 +399,53 @@ def test_a_range_folds_the_device_s_factors_with_those_of_other_machines_cores()
 
 def test_a_core_that_was_timed_scales_the_host_s_part_and_narrows_its_range() -> None:
     launches = [StreamWork(COMPUTE, "forward", "", host=Counter(operation=1000))]
-    slow, ours = DatasheetSpeeds(L4, 2 * CORE), DatasheetSpeeds(L4)
+    slow, ours = DatasheetSpeeds(L4, HostSpeeds(core=2 * CORE)), DatasheetSpeeds(L4)
     step = step_seconds(launches, slow)
     assert step.seconds == pytest.approx(2 * step_seconds(launches, ours).seconds) and slow.launch == 2 * LAUNCH
     assert step_range(launches, slow, step) == pytest.approx(THIS_CORE)
     assert 0.1 * CORE < core_seconds() < 20 * CORE
+    alone = measure_host(torch.device("cpu"))
+    assert alone.launch is alone.to_device is alone.to_host is None and 0.1 * CORE < alone.core < 20 * CORE
+
+
+def test_a_core_s_seconds_count_what_other_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of the loops would not see it."""
+    clock = iter([at for loop in range(51) for at in (0.0, 1e-4 if loop % 2 else 3e-4)])
+    monkeypatch.setattr("time.thread_time", lambda: next(clock))
+    assert core_seconds() == pytest.approx(2e-4)
+
+
+def test_a_measured_launch_and_link_replace_those_of_the_card() -> None:
+    host = HostSpeeds(core=2 * CORE, launch=30e-6, to_device=12.0, to_host=6.0)
+    here, there = DatasheetSpeeds(L4, host), DatasheetSpeeds(L4)
+    assert here.launch == 30e-6, "not scaled by the core: it was measured on it"
+    size = (2**30,)
+    for kind, times in (("to_device", L4.link / 12), ("to_host", L4.link / 6)):
+        assert here.seconds(kind, "bytes", size) == pytest.approx(times * there.seconds(kind, "bytes", size), rel=1e-3)
+
+
+def test_a_launch_s_seconds_are_those_beyond_a_call_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Number:
+        def __init__(self, size: int, device: torch.device):
+            self._seconds = 205e-6 if device.type == "cuda" else 5e-6
+
+        def mul_(self, factor: float) -> None:
+            clock[0] += self._seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch, "ones", Number)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert launch_seconds(torch.device("cuda")) == pytest.approx(200e-6)
+
+
+@pytest.mark.dry
+def test_a_simulated_card_s_host_is_measured() -> None:
+    """Its launches cost next to nothing."""
+    before, found = torch.cuda.memory_allocated(), measure_host(torch.device("cuda"))
+    assert found.launch is not None and found.launch < 5e-6 and found.to_device and found.to_host
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_the_driver_s_part_of_a_launch_is_added_where_it_was_not_measured() -> None:

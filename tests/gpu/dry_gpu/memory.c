@@ -131,6 +131,8 @@ cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned int flags) {
     return cudaSuccess;
 }
 
+cudaError_t cudaMallocHost(void **pointer, size_t bytes) { return cudaHostAlloc(pointer, bytes, 0); }
+
 cudaError_t cudaFreeHost(void *pointer) {
     COUNT();
     if (!pointer)

@@ -26,6 +26,13 @@ enum { CUDA_NOT_SUPPORTED = 801, CUBLAS_NOT_SUPPORTED = 15 };
     X(cudaStreamBeginCapture) X(cudaStreamBeginCaptureToGraph) X(cudaStreamEndCapture) \
     X(cudaStreamUpdateCaptureDependencies)
 RUNTIME
+
+/* What torch 2.14 or 2.15 imports and 2.13 does not. */
+#define NEWER_RUNTIME \
+    X(cudaDeviceGetGraphMemAttribute) X(cudaDeviceSetGraphMemAttribute) X(cudaGraphInstantiate) \
+    X(cudaGraphRetainUserObject) X(cudaLibraryGetGlobal) X(cudaLibraryGetKernelCount) X(cudaLibraryGetManaged) \
+    X(cudaLibraryGetUnifiedFunction) X(cudaLibraryLoadFromFile) X(cudaUserObjectCreate) X(cudaUserObjectRelease)
+NEWER_RUNTIME
 #undef X
 
 /* Factorisations of cuBLAS, and what PyTorch's library of linear algebra takes of it. */
@@ -55,3 +62,9 @@ RUNTIME
     X(cublasZsymv_v2) X(cublasZsyr2_v2) X(cublasZsyr2k_v2) X(cublasZsyr_v2) X(cublasZsyrk_v2) X(cublasZtrmm_v2) \
     X(cublasZtrmv_v2) X(cublasZtrsv_v2)
 LINEAR_ALGEBRA
+
+/* Products by an algorithm that the program chooses itself, which torch imports from 2.14 on. */
+#define ALGORITHMS \
+    X(cublasLtMatmulAlgoCheck) X(cublasLtMatmulAlgoConfigGetAttribute) X(cublasLtMatmulAlgoConfigSetAttribute) \
+    X(cublasLtMatmulAlgoInit)
+ALGORITHMS

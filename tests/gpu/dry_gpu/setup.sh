@@ -5,6 +5,7 @@
 #
 # Environment: DRY_VENV                where it lies (default: .venv-cuda at the project's root)
 #              PYTHON                  the Python to make it with (default: the newest found, 3.13 to 3.11)
+#              DRY_TORCH               version of torch (default: 2.13.0; the stub knows 2.14.1 and 2.15.0, too)
 #              SIMPLETUNE_TORCH_INDEX  URL of the package index for torch (default: pip's own settings)
 # Exit codes as those of simpletune/setup.sh: 3, the machine lacks something, or the folder would have to be emptied and may
 # hold somebody's files; 4, the install failed. And two that say why: 5, a disk is too small; 6, the index cannot be reached,
@@ -12,7 +13,7 @@
 
 set -euo pipefail
 
-TORCH=2.13.0   # the version that the stub was written for
+TORCH=${DRY_TORCH:-2.13.0}
 ROOM_GIB=10    # the environment takes 5.7 GiB; pip unpacks wheels beside it
 WHEELS_GIB=3   # of which torch's are 2.6; TMPDIR holds them until all are unpacked
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from simpletune.engine.kernels import adaln, rms_norm
+from simpletune.engine.kernels import adaln, rms_norm, swiglu
 
 LEFT_OUT = {
     r"test_compiled_blocks": "torch.compile's kernels are launched by Inductor, which the interpreter does not run",
@@ -34,8 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def norms_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms and gates are slow in Triton's interpreter; test_softgpu.py runs their kernels."""
-    for operators in (adaln, rms_norm):
+    """Norms, gates and activations are slow in Triton's interpreter; test_softgpu.py runs their kernels."""
+    for operators in (adaln, rms_norm, swiglu):
         failed = {torch.device("cuda", number): "slow in Triton's interpreter" for number in range(2)}
         monkeypatch.setattr(operators.FALLBACK, "failed", failed)
 

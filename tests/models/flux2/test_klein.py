@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import taef2
 import torch
 from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
+from PIL import Image
 
 from benchmarks.tiny_models import tiny_klein
 from simpletune.config.load import validate
@@ -191,6 +194,26 @@ def test_the_real_tokenizer_reads_prompts_as_the_tiny_one(real_data: Path, klein
         names = ("<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>")
         assert special == [tiny_klein.SPECIAL.index(each) for each in names]
         assert set(ids[~mask].tolist()) == {first}
+
+
+@pytest.mark.data
+def test_photographs_come_back_from_their_latents(real_data: Path, read: TrainConfig) -> None:
+    """Of a trained autoencoder by the statistics of what it makes of them; the latents are the pipeline's."""
+    files = sorted((real_data / "dreambooth" / "dog6").glob("0[0-2].jpg"))
+    opened = [Image.open(file).convert("RGB").resize((128, 96)) for file in files]
+    pixels = torch.from_numpy(np.stack([np.asarray(each) for each in opened])).permute(0, 3, 1, 2) / 127.5 - 1
+    autoencoder = read.model.autoencoder
+    vae = autoencoder.load(CPU, torch.float32)
+    taef2.put_into(vae, real_data / "families" / "flux2_klein_config" / "taef2")
+    raw = Flux2KleinPipeline._patchify_latents(vae.encode(pixels).latent_dist.mode())
+    vae.bn.running_var, vae.bn.running_mean = torch.var_mean(raw, dim=(0, 2, 3))
+    z = autoencoder.encode(vae, pixels)
+    assert z.shape == (len(opened), 128, 6, 8)
+    torch.testing.assert_close(z.std((0, 2, 3)), torch.ones(128), rtol=1e-2, atol=0)
+    wanted = torch.nn.functional.batch_norm(raw, vae.bn.running_mean, vae.bn.running_var, eps=1e-4)
+    torch.testing.assert_close(z, wanted)
+    error = (autoencoder.decode(vae, z) - (pixels / 2 + 0.5)).square().mean((1, 2, 3))
+    assert (-10 * error.log10()).min() > 27  # dB
 
 
 def test_each_layer_sees_the_rows_that_are_said_of_it(read: TrainConfig) -> None:

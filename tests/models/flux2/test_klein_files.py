@@ -141,6 +141,16 @@ def test_a_quantised_file_is_refused(leaf: str, tensor: Tensor, what: str, file:
         open_file(file, LAYOUT).check("transformer")
 
 
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4", "GGUF"])
+def test_quantised_weights_on_the_hub_are_refused_by_name(kind: str) -> None:
+    name = f"someone/FLUX.2-klein-base-4b-{kind}"
+    for field in ("pretrained", "transformer"):
+        words = said(Klein.model_validate({field: name, "distilled": True}))
+        assert words == (
+            f"model.{field}: {name} is, by its name, in {kind}. Weights in fp8, nvfp4 or GGUF are not read. Use {KLEIN}"
+        )
+
+
 def test_gguf_is_refused(file: Path) -> None:
     other = file.with_suffix(".gguf")
     other.write_bytes(b"GGUF\3\0\0\0")

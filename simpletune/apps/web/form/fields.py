@@ -43,6 +43,11 @@ TITLES = {
     "name": "Name of the run",
     "data.path": "Folder with pictures",
     "data.resolution": "Resolution, px",
+    "concept.directions.0": "Prompts",
+    "concept.directions.0.target": "What changes",
+    "concept.directions.0.positive": "Strength 1 moves it towards",
+    "concept.directions.0.negative": "Strength -1 moves it towards",
+    "concept.resolutions": "Sides of the drawings, px",
     "adapter.method": "Method",
     "model.pretrained": "Base: Hub name, folder or file",
     "objective.name": "The base was trained by",
@@ -112,7 +117,8 @@ class FieldGroup(_Item):
 def sections_of(data: Json) -> list[FieldGroup]:
     """List a configuration's sections, starting with the one for fields outside of sections. ``data`` is completed with
     profile and tags; its values may be invalid."""
-    items = list(_items(TrainConfig, data, ""))
+    skip = "data" if data.get("data") is None and data.get("concept") is not None else ""  # a slider's has no pictures
+    items = list(_items(TrainConfig, data, "", skip))
     general = FieldGroup("", "The run's name and device.", [item for item in items if isinstance(item, FormField)])
     return [general, *(item for item in items if isinstance(item, FieldGroup))]
 
@@ -125,12 +131,22 @@ def _items(option: type[Option], data: Json, prefix: str, skip: str = "") -> Ite
         path, value = f"{prefix}{key}", data.get(key, _default(info))
         if option_classes(info.annotation):
             yield _section(info, path, value)
-        elif item_of(info) is not None:
+        elif (item := item_of(info)) is not None and (one := _only_item(item, value)) is not None:
+            found = _items(option_classes(item.annotation)[0], one, f"{path}.0.")
+            yield FieldGroup(f"{path}.0", _help(info), list(found))
+        elif item is not None:
             yield FormField(path, json.dumps(value, indent=1, ensure_ascii=False), _help(info), "json", info=info)
         else:
             kind, choices = _kind(info)
             if kind != "choice" or len(choices) > 1:  # a single choice needs no field
                 yield FormField(path, format_value(value, kind), _help(info), kind, choices, path == PROFILE, info)
+
+
+def _only_item(item: FieldInfo, value: object) -> Json | None:
+    """Return the item of a list of one, whose items are of one class, to be shown as fields; None for another list."""
+    if not isinstance(value, list) or len(value) != 1 or len(option_classes(item.annotation)) != 1:
+        return None
+    return value[0] if isinstance(value[0], dict) else None
 
 
 def _section(info: FieldInfo, path: str, value: object) -> FieldGroup:
@@ -271,10 +287,13 @@ def apply_edits(base: StartingConfig, mine: Mapping[str, str]) -> EditedForm:
 
 
 def set_at(data: Json, path: str, value: object) -> None:
-    """Set a value in place, creating missing sections."""
+    """Set a value in place, creating missing sections; a number is an item of a list."""
     *parents, leaf = path.split(".")
     for name in parents:
-        if not isinstance(data.get(name), dict):
+        if isinstance(data, list):
+            data = data[int(name)]
+            continue
+        if not isinstance(data.get(name), dict | list):
             data[name] = {}
         data = data[name]
     data[leaf] = value
@@ -283,7 +302,10 @@ def set_at(data: Json, path: str, value: object) -> None:
 def get_at(data: object, path: str) -> object:
     """Return the value at a path; None if it is missing."""
     for name in path.split("."):
-        data = data.get(name) if isinstance(data, dict) else None
+        if isinstance(data, list):
+            data = data[int(name)] if name.isdigit() and int(name) < len(data) else None
+        else:
+            data = data.get(name) if isinstance(data, dict) else None
     return data
 
 

@@ -39,6 +39,7 @@ from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import ConfigError, Json, Problem, UserError, plural
 
 FOLDER, MODEL, PROMPT, TRIGGER = "data.path", "model.pretrained", "data.prompt", "trigger"
+SLIDER = "slider"  # the base of a run from prompts alone
 QUOTES = ", without quotes"  # what a message about JSON says, and a field of the form has none
 PLACEHOLDER = "demo:pictures"
 UNSAID = ("$schema", "about")
@@ -58,7 +59,7 @@ class FolderAnswers:
 class FormRequest:
     """What a form asks for."""
 
-    base: str  # ``preset``, ``shipped:NAME``, ``file:PATH`` or ``run:NAME``
+    base: str  # ``preset``, ``slider``, ``shipped:NAME``, ``file:PATH`` or ``run:NAME``
     card: str  # the chosen card's value
     trigger: str  # the word to name what is learned, and its class
     texts: Mapping[str, str]  # posted fields by path
@@ -125,11 +126,16 @@ class FilledForm:
         parts = [
             config.model.pretrained,
             config.adapter.method,
-            f"{config.data.resolution} px",
-            f"{length} of {plural(of, 'picture')} each",
+            f"{config.resolution} px",
+            f"{length} of {plural(of, 'picture' if config.concept is None else 'drawing')} each",
             f"learning rate {config.optimizer.lr:g}",
         ]
         return ", ".join(parts)
+
+    @property
+    def is_slider(self) -> bool:
+        """Whether it trains from prompts alone."""
+        return FOLDER not in self.edited.fields
 
     @property
     def about(self) -> str:
@@ -174,6 +180,7 @@ def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
     answered = {path: format_value(value, "lines") for path, value in chosen.items() if path not in mine}
     # the user's, even if the base has the same
     named = {path: mine[path] for path in (FOLDER, MODEL) if mine.get(path)}
+    named |= {path: text for path, text in mine.items() if path.startswith(presets.DIRECTION)}
     kept = {**answered, **named}
     found = apply_edits(base, {**mine, **answered})
     found = replace(found, mine={**found.mine, **kept})
@@ -205,7 +212,10 @@ def _is_by_hand(question: Question, mine: Mapping[str, str]) -> bool:
 
 def _images(roots: Roots, asked: FormRequest, folder: str) -> Path | None:
     """Return the user's folder of pictures; None without one, if the page may not read it, or the base says how to."""
-    if asked.base.partition(":")[0] not in ("preset", "shipped") or not folder or ":" in folder:
+    kind, _, name = asked.base.partition(":")
+    if kind not in ("preset", "shipped") or not folder or ":" in folder:
+        return None
+    if kind == "shipped" and presets.is_slider(name):
         return None
     with suppress(UserError):
         path = roots.resolve(folder)
@@ -223,6 +233,8 @@ def _base(
     mine: Mapping[str, str],
 ) -> StartingConfig:
     kind, _, name = asked.base.partition(":")
+    if kind == SLIDER:
+        return presets.slider(card, mine, _named_model(roots, mine.get(MODEL, "")))
     if kind in ("preset", "shipped"):
         seen = scan.found if scan else None
         if kind == "preset":

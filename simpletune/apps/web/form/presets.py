@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from simpletune.apps.web.form.fields import StartingConfig, get_at, set_at
 from simpletune.commands.init.answers import Answers, What
-from simpletune.commands.init.choices import Suggestion, profile_of, suggest, templates_for
+from simpletune.commands.init.choices import UNDER, Suggestion, profile_of, suggest, suggest_slider, templates_for
 from simpletune.commands.init.inspect_folder import FolderContents
 from simpletune.config.load import read_json, shipped_files
 from simpletune.config.overrides import as_overrides
 from simpletune.config.schema import run_name
+from simpletune.data.concept import Direction
 from simpletune.data.demo import TINY_SD3
 from simpletune.models.families import FAMILIES, likely_family
 from simpletune.models.shared.words import PublicBase
@@ -20,6 +22,8 @@ from simpletune.system.gpus import GROUPS, Card
 from simpletune.system.hub import has_token
 from simpletune.system.options import Json, UserError
 
+DIRECTION = "concept.directions.0"  # of a slider
+EXAMPLE = {"target": "a person", "positive": "a person, smiling", "negative": "a person, frowning"}
 CHOSEN = "chosen for your card and pictures"  # the source of a preset's values
 HERE = "here"  # the machine that serves the page
 WITHOUT_CARD = "demo"
@@ -111,6 +115,9 @@ def preset(
     data["validation"]["prompts"] = None
     data["data"]["path"] = ""
     reasons = {"model.pretrained": NO_TOKEN} if instead else {}
+    if loras := likely_family(named).model_copy(update={"pretrained": named}).known_assistants:
+        set_at(data, "model.loras", loras)
+        reasons["model.loras"] = UNDER
     if named != TINY_SD3 and "{card}" not in template:
         reasons["memory.profile"] = fits
         set_at(data, "memory.profile", profile)
@@ -134,7 +141,7 @@ def shipped_config(
     data = read_json(Path(name))
     data.pop("$schema", None)
     label = f"from the configuration {name}"
-    if folder is None:
+    if folder is None or is_slider(name):
         return StartingConfig(data, label, name)
     data["data"] = {key: value for key, value in data["data"].items() if key not in OF_FOLDER}
     data["data"]["path"] = str(folder)
@@ -145,6 +152,29 @@ def shipped_config(
     reasons = {each.path: each.why for each in found.reasons if get_at(data, each.path) is not None}
     said = _image_notes(found, seen, tuple(path for path in PROMINENT if path.startswith("data.")))
     return StartingConfig(data, label, name, reasons, (), (), said, found.questions)
+
+
+def is_slider(name: str) -> bool:
+    """Return whether a shipped configuration trains from prompts alone."""
+    return name in shipped_files() and "concept" in read_json(Path(name))
+
+
+def slider(card: Card | None, mine: Mapping[str, str], model: str | None) -> StartingConfig:
+    """Return a configuration that trains a slider between the user's prompts, or the example's, for a card."""
+    words = {field: mine.get(f"{DIRECTION}.{field}", text) for field, text in EXAMPLE.items()}
+    suggested = public_bases(card)[0].name
+    instead = suggested if model is None and card is not None and suggested != FAMILIES[0].pretrained else None
+    named = model or instead
+    direction = Direction(
+        target=words["target"], positive=words["positive"] or None, negative=words["negative"] or None
+    )
+    found = suggest_slider(direction, Answers(model=named), card)
+    made_by = ["init", "--slider", *words.values(), *(["--model", named] if named else []), "--yes", "--out"]
+    reasons = {each.path: each.why for each in found.reasons}
+    if instead:
+        reasons["model.pretrained"] = NO_TOKEN
+    notes = (TRY_OUT,) if found.config["model"]["pretrained"] == TINY_SD3 else ()
+    return StartingConfig(found.config, CHOSEN, f"{found.config['name']}.json", reasons, notes, tuple(made_by))
 
 
 def _image_notes(found: Suggestion, seen: FolderContents, paths: tuple[str, ...]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.apps.web.run_state import file_stamp
-from simpletune.runs.folder import BASE, SAMPLES, START
+from simpletune.runs.folder import BASE, SAMPLES, START, STRENGTHS, pictures_at
 from simpletune.runs.outputs import folder_name
 from simpletune.runs.report.image_rows import painted_inputs, row_titles
 from simpletune.runs.report.run_data import read_object
@@ -77,6 +77,22 @@ def matrix_of(folder: Path) -> Matrix:
         ]
         rows.append({"title": name, "prompt": json.loads(asked)["prompt"], "cells": cells, "inputs": inputs})
     return Matrix(titles, rows, len(steps) - len(shown), BASE in names)
+
+
+def strip_of(folder: Path) -> list[Json]:
+    """List the pictures of a slider's last validation by prompt, each at all strengths; empty for another run."""
+    place = folder / SAMPLES
+    steps = [int(found[1]) for state in place.glob("step-*") if (found := STEP.match(state.name))]
+    rows = []
+    for file in sorted(pictures_at(place, max(steps), STRENGTHS[0]).glob("prompt-*.png")) if steps else ():
+        shown = {at: pictures_at(place, max(steps), at) / file.name for at in STRENGTHS}
+        frames = [
+            {"title": str(at), "file": each.relative_to(folder).as_posix()}
+            for at, each in shown.items()
+            if each.is_file()
+        ]
+        rows.append({"prompt": _parameters_of(file, file_stamp(file)).get("prompt", file.name), "frames": frames})
+    return rows
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:
