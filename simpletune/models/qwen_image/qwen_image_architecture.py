@@ -37,6 +37,7 @@ class QwenImageArchitecture(Architecture):
         reads_pooled=False,
     )
     ends_with_feed_forward: ClassVar[bool] = True
+    fp16_overflows: ClassVar[str | None] = "its tokens leave the range of fp16, at whose end diffusers clips them"
 
     @property
     def in_channels(self) -> int:

@@ -71,6 +71,9 @@ class Qwen25Encoder(TextEncoder):
     def text(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
         return f"{BEFORE}{prompt or NOTHING}{AFTER}"
 
+    def counts(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[int]:
+        return [count - DROPPED for count in super().counts(tokenizer, prompts)]
+
     def tokenize(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> Tokens:
         found = tokenizer(
             [self.text(tokenizer, prompt) for prompt in prompts],

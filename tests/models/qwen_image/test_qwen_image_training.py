@@ -140,6 +140,12 @@ def test_its_other_stages_take_the_same_bytes_real_and_fake(qwen_config: dict[st
     assert stages["latents"].by_kind == simulate_encoding(model, vae, (96, 64)).by_kind
 
 
+def test_fp16_is_refused_with_its_reason(qwen_config: dict[str, Any]) -> None:
+    words = "Qwen-Image is not computed in fp16: its tokens leave the range of fp16, at whose end diffusers clips them"
+    with pytest.raises(ConfigError, match=f"precision.compute: {words}. Use bf16"):
+        validate(merged(qwen_config, precision={"weights": "int8", "compute": "fp16"}), "fp16")
+
+
 # MiB at 1024 px, rank 16 on both streams, prompts of 256 tokens.
 FIGURES: dict[str, tuple[int, dict[str, Any]]] = {
     "int8": (15714, {"precision": {"weights": "int8"}}),
