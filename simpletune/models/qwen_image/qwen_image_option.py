@@ -45,8 +45,10 @@ class QwenImage(Family):
     """Start from the pretrained transformer, or from random weights (training from scratch; reads only its config)."""
     loras: LoraNames = []
     """LoRAs to train on top of, merged into the transformer before it is quantised: each a file in any layout, a run,
-    RUN@STEP or a hub name, with a strength as in style.safetensors:0.8. Same weights as those of simpletune merge; the
-    result holds only what is trained. Takes no device memory."""
+    RUN@STEP or a hub name (owner/name, or owner/name/FILE), with a strength as in style.safetensors:0.8. Same weights
+    as those of simpletune lora merge; the result holds only what is trained. Takes no device memory. One that begins
+    with training: is used only while training, such as the assistant of a model that draws in few steps: pictures are
+    drawn without it."""
     transformer: str | None = None
     """Replaces the transformer: its folder or single file, or the folder or Hub name of a pipeline."""
     vae: str | None = None

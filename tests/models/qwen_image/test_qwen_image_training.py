@@ -19,6 +19,7 @@ from tiny_runs import merged, resumed_from, run_with, saved_weights
 
 from benchmarks.tiny_models import tiny_qwen_image
 from simpletune.config.load import validate
+from simpletune.config.resolve import require_model_rules
 from simpletune.engine.denoiser import model_units
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.estimate.simulate.simulate import simulate
@@ -138,6 +139,18 @@ def test_its_other_stages_take_the_same_bytes_real_and_fake(qwen_config: dict[st
     opened = encoder.open(model.files.part("text_encoder"), torch.float32, CPU, None)  # type: ignore[arg-type]
     assert stages["text"].by_kind == encoder_snapshot(opened, encoder.limit).by_kind
     assert stages["latents"].by_kind == simulate_encoding(model, vae, (96, 64)).by_kind
+
+
+def test_training_all_weights_of_the_published_model_is_refused_with_the_arithmetic(
+    qwen_config: dict[str, Any],
+) -> None:
+    words = (
+        "full trains 20,430,401,088 weights, which take 38 GiB, their gradients as much, and the states of adamw 152"
+    )
+    data = qwen_config | {"model": {"family": "qwen_image"}, "adapter": {"method": "full"}}
+    data |= {"precision": {"weights": "bf16"}}
+    with pytest.raises(ConfigError, match=f"adapter.method: {words} GiB: 228 GiB together.*Use adapter.method lora"):
+        require_model_rules(validate(data, "full"))
 
 
 def test_fp16_is_refused_with_its_reason(qwen_config: dict[str, Any]) -> None:
