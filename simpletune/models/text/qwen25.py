@@ -95,13 +95,13 @@ class Qwen25Encoder(TextEncoder):
     ) -> OpenEncoder:
         from simpletune.models.text.layered_qwen25 import LayeredQwen25
 
-        return LayeredQwen25(part, dtype, device, changes=changes)
+        return LayeredQwen25(part, dtype, device, changes=changes, dropped=DROPPED)
 
     def open_empty(self, part: Part, dtype: torch.dtype, device: torch.device) -> OpenEncoder:
         from simpletune.models.text.layered import EmptyTensors
         from simpletune.models.text.layered_qwen25 import LayeredQwen25
 
-        opened = LayeredQwen25(part, dtype, device, lambda model: EmptyTensors(model, dtype))
+        opened = LayeredQwen25(part, dtype, device, lambda model: EmptyTensors(model, dtype), dropped=DROPPED)
         opened.model.to("meta")  # accelerate creates its empty weights on the CPU under fake tensors
         return opened
 
