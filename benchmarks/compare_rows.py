@@ -88,6 +88,7 @@ def rows() -> dict[str, Row]:
         _klein,
         _zimage,
         _qwen_image,
+        _concepts,
         _levers,
         _data,
         _runs,
@@ -254,6 +255,7 @@ def _zimage() -> Named:
     lean = {"modulation": "plan", "checkpointing": "all", "resident_blocks": 1}
     yield "zimage, int8", Row("Z-Image", ZIMAGE | {"model": turbo, "precision": INT8, "memory": lean})
     started: Json = {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64, "init": "random"}
+    started["turbo"] = False
     yield "zimage, full", Row("Z-Image from scratch", ZIMAGE | {"model": started, "adapter": FULL, "optimizer": SLOW})
 
 
@@ -263,6 +265,13 @@ def _qwen_image() -> Named:
     yield "qwen_image, int8", Row("Qwen-Image", QWEN | {"precision": INT8, "memory": lean})
     started: Json = {"family": "qwen_image", "pretrained": f"{INPUTS}/qwen_image", "text_length": 64, "init": "random"}
     yield "qwen_image, full", Row("Qwen-Image, new", QWEN | {"model": started, "adapter": FULL, "optimizer": SLOW})
+
+
+def _concepts() -> Named:
+    direction = {"target": "a circle", "positive": "a large circle", "negative": "a small circle"}
+    concept: Json = {"directions": [direction], "resolutions": [32], "drawing_steps": 3}
+    without: Json = {name: section for name, section in SD3.items() if name != "data"}
+    yield "concept", Row("a slider from prompts alone", without | {"concept": concept}, draws=True)
 
 
 def _levers() -> Named:
@@ -345,6 +354,7 @@ EXCUSED = {
     "train.batch_size=auto": "searches the memory of a card",
     "memory.checkpointing=auto": "searches the memory of a card",
     "memory.profile": "sets other fields",
+    "precision.products=auto": "times products on a card",
 }
 """Choices of the schema that no row makes, and why."""
 DECIDING = ("model", "adapter", "text", "precision", "optimizer", "schedule", "objective", "train", "prior", "memory")
@@ -374,7 +384,7 @@ def unknown_members(config: Json, schema: Json) -> list[str]:
     """Members of unions that a configuration names and an older tree's schema lacks: ``model.family=sdxl``."""
     tags: dict[str, set[str]] = {}
     for path, node in _fields(schema, schema, ""):
-        if isinstance(union := node.get("discriminator"), dict):
+        for union in _discriminators(node):
             tags.setdefault(f"{path}.{union['propertyName']}", set()).update(_as_dict(union["mapping"]))
     return [f"{path}={value}" for path, value in _leaves(config) if path in tags and value not in tags[path]]
 
@@ -406,9 +416,15 @@ def _offered(schema: Json, path: str, node: Json) -> Iterator[str]:
     if path.split(".")[0] in DECIDING:
         for value in (value for each in alternatives for value in _named_values(each)):
             yield f"{path}={value}"
-    union = node.get("discriminator")
-    if isinstance(union, dict):
-        yield from (f"{path}.{union['propertyName']}={tag}" for tag in union["mapping"])
+    for union in _discriminators(node):
+        yield from (f"{path}.{union['propertyName']}={tag}" for tag in _as_dict(union["mapping"]))
+
+
+def _discriminators(node: Json) -> Iterator[Json]:
+    """How a field's schema tells the members of its union: of an optional one, that of its alternative."""
+    for each in (node, *map(_as_dict, _as_list(node.get("anyOf")))):
+        if isinstance(each.get("discriminator"), dict):
+            yield _as_dict(each["discriminator"])
 
 
 def _named_values(node: Json) -> Iterator[str]:

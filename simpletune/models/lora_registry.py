@@ -23,7 +23,8 @@ Layers = Mapping[str, Sequence[int]]
 LAYOUTS: Mapping[LoraNames, Sequence[Layout]] = {family.lora[0].names: family.lora for family in FAMILIES}
 """Layouts of each family's files; the first is the one of a run's result."""
 TARGETS = tuple(dict.fromkeys(name for names in LAYOUTS for name in names.targets))
-SHORT = {short: whole for names in LAYOUTS for short, whole in names.short.items()}
+SHORT = sorted({pair for names in LAYOUTS for pair in names.short.items()})
+"""Short names of blocks with the whole ones; families may have the same short name for other blocks."""
 INPUTS = frozenset(names.input for names in LAYOUTS if names.input is not None)
 NUMBERS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*", re.ASCII)
 """Numbers of blocks in a pattern: ``3``, ``0-11`` or ``0,2,5-7``."""
@@ -49,11 +50,11 @@ def is_residual(layer: str) -> bool:
 def matches_layer(pattern: str, layer: str) -> bool:
     """Return whether the words of a pattern, between its dots, are consecutive words of a layer's name. A word may have
     ``*`` or be ``NUMBERS``; the first may be a short name of blocks, with which a layer's name then begins."""
-    wanted, words = pattern.split("."), layer.split(".")
-    starts = range(len(words) - len(wanted) + 1)
-    if wanted[0] in SHORT:
-        wanted[0], starts = SHORT[wanted[0]], starts[:1]
-    return any(all(map(_fits, wanted, words[start:])) for start in starts)
+    (first, *wanted), words = pattern.split("."), layer.split(".")
+    if whole := [name for short, name in SHORT if short == first]:
+        return words[0] in whole and len(words) > len(wanted) and all(map(_fits, wanted, words[1:]))
+    starts = range(len(words) - len(wanted))
+    return any(all(map(_fits, [first, *wanted], words[start:])) for start in starts)
 
 
 def _fits(wanted: str, word: str) -> bool:

@@ -11,7 +11,7 @@ import tiny_sd15
 import tiny_sdxl
 from slow_cases import slow_but
 
-from benchmarks.tiny_models import tiny_klein
+from benchmarks.tiny_models import tiny_klein, tiny_zimage
 from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.config.explain import explain
@@ -27,6 +27,7 @@ FILES = list(shipped_files().values())
 FAST = (  # one of each family, LoRA, full fine-tuning, embeddings alone and a slider, and most levers
     "demo_embeddings", "sd15_lora", "sd15_slider", "sd3_medium_full_8gb", "sd3_medium_lora_4gb", "sdxl_lora_6gb",
 )  # fmt: skip
+OF_UNETS = ("sd15", "sdxl")
 
 
 def for_one_block(file: Path) -> list[str]:
@@ -49,7 +50,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny pipeline of each family but SD3."""
     folder = tmp_path_factory.mktemp("families")
     of_unets = {"sd15": tiny_sd15.build(folder / "sd15"), "sdxl": tiny_sdxl.build(folder / "sdxl")}
-    return of_unets | {"klein": tiny_klein.build(folder / "klein")}
+    return of_unets | {"klein": tiny_klein.build(folder / "klein"), "zimage": tiny_zimage.build(folder / "zimage")}
 
 
 def tiny_model(file: Path, tiny_config: dict, tiny_models: dict[str, Path]) -> list[str]:
@@ -58,7 +59,7 @@ def tiny_model(file: Path, tiny_config: dict, tiny_models: dict[str, Path]) -> l
     few = ["train.batch_size=2", "train.gradient_accumulation=1"] if data["train"].get("batch_size", 1) >= 16 else []
     few += [f"model.{part}=null" for part in ("unet", "transformer") if data.get("model", {}).get(part)]
     family = data.get("model", {}).get("family", "")
-    side = 32 if family in ("", "sd3") else 128 if "concept" in data and family != "klein" else 64
+    side = 32 if family in ("", "sd3") else 128 if "concept" in data and family in OF_UNETS else 64
     size = f"concept.resolutions=[{side}]" if "concept" in data else f"data.resolution={side}"
     if (tiny := tiny_models.get(family)) is not None:
         return [f"model.pretrained={tiny}", size, *few]

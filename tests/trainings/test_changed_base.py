@@ -159,7 +159,7 @@ def test_a_repository_that_moved_on_is_named_with_the_commit_to_return_to() -> N
     same = {"parts": {"vae": {"fingerprint": "1", "commit": "new"}}, "loras": []}
     require_same_base(saved, config, same)  # type: ignore[arg-type]
     assert commit_of(Path(part.place)) == "new" and commit_of(Path("/hub/snapshots/new/vae")) is None
-    with pytest.raises(UserError, match="model.loras: other files or strengths"):
+    with pytest.raises(UserError, match="model.loras: other files, .*marks"):
         require_same_base(saved, config, same | {"loras": [["sha", 1.0]]})  # type: ignore[arg-type]
 
 
@@ -172,5 +172,5 @@ def test_a_lora_under_the_run_may_move_too_and_not_change_its_strength(
     moved = str(shutil.copy(file, tmp_path / "moved.safetensors"))
     run = run_with(data, "latest", model={"loras": [f"{moved}:0.5"]}, train={"steps": 2})
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
-    with pytest.raises(UserError, match="the base has changed since .*\n  model.loras: other files or strengths"):
+    with pytest.raises(UserError, match="the base has changed since .*\n  model.loras: other files, .*marks"):
         run_with(data, "latest", model={"loras": [f"{moved}:0.6"]}, train={"steps": 3})

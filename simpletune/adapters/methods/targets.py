@@ -206,7 +206,7 @@ def spread(numbers: Iterable[float]) -> str:
 
 def _parts_of_names(layers: Sequence[str]) -> list[str]:
     """Return what could stand in a pattern: beginnings, with short names of blocks, and ends of layers' names."""
-    short = {whole: each for each, whole in SHORT.items()}
+    short = {whole: each for each, whole in SHORT}
     found: dict[str, None] = {}
     for first, *words in (layer.split(".") for layer in layers):
         whole = [short.get(first, first), *words]

@@ -16,6 +16,7 @@ from simpletune.data.samples import Crop, PlannedSample
 from simpletune.data.sources.source import SourceImage
 from simpletune.models.objectives.flow import Euler
 from simpletune.models.shared.buckets import Framing, Size
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.stages.modulation_plan import ModulationPlan
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.concept import ConceptBatch
@@ -85,6 +86,7 @@ class SyntheticBatches:
         model, sources, weight, concept = self.config.model, self.config.sources, None, self.config.concept
         latents = (b, *model.autoencoder.shape(width, height))
         text = model.text.framed(model.text.blank(self.text, b), [Framing.whole(self.size)] * b)
+        drawn = text.map(lambda tensor: tensor.to(self.device))  # with guidance, of two prompts
         if not mixes_lengths(self.config):
             text = replace(text, mask=None)
         if any(source.weighs_places for source in sources):
@@ -101,7 +103,7 @@ class SyntheticBatches:
             text=empty_text_inputs(self.config, b, self.device),
             inpainting=torch.zeros(b, 1 + latents[1], *latents[2:], device=self.device) if model.inpaints else None,
         )
-        return made if concept is None else self._to_draw(made, concept)
+        return made if concept is None else self._to_draw(made, concept, drawn)
 
     def frequencies(self) -> dict[str, float]:
         """Return how many times an average step of the run does what the synthetic one does, by phase, if not once: a
@@ -122,12 +124,14 @@ class SyntheticBatches:
         most = max(map(_drawing_of, concept.directions), key=lambda each: (each.passes, len(each.prompts)))
         return most._replace(steps=min(max(DRAWN, window), concept.drawing_steps - 1))
 
-    def _to_draw(self, batch: Batch, concept: Concept) -> ConceptBatch:
+    def _to_draw(self, batch: Batch, concept: Concept, drawn: Conditioning) -> ConceptBatch:
         """Make a micro-batch that is drawn."""
         drawing = self._drawing(concept)
         prompts = {prompt: batch.conditioning.map(torch.clone) for prompt in drawing.prompts}
-        rows = 1 + (concept.drawing_guidance > 1)
-        drawn = batch.conditioning.map(lambda tensor: tensor.repeat(rows, *[1] * (tensor.dim() - 1)))
+        if concept.drawing_guidance > 1:
+            drawn = drawn.map(lambda tensor: tensor.repeat(2, *[1] * (tensor.dim() - 1)))
+        else:
+            drawn = batch.conditioning.map(torch.clone)
         given = {each.name: getattr(batch, each.name) for each in fields(Batch)}
         flow, steps = self.config.model.flow, concept.drawing_steps
         # a real solver keeps at most two more latents

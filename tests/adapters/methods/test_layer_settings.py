@@ -71,6 +71,9 @@ def made(method: str, layers: list[dict[str, Any]], **fields: Any) -> Any:
         ("down.0", "down_blocks.0.attentions.1.proj_in", True),
         ("down.1", "down_blocks.0.attentions.1.proj_in", False),
         ("mid", "mid_block.attentions.0.proj_in", True),
+        ("blocks.2", "layers.2.attention.to_q", True),  # Z-Image's
+        ("single.2", "single_transformer_blocks.2.attn.to_out", True),
+        ("blocks.2", "single_transformer_blocks.2.attn.to_out", False),
         ("attn.to_out", "transformer_blocks.3.attn.to_out.0", True),
         ("attn", "transformer_blocks.3.attn2.to_q", False),
         ("attn*.to_[qk]", "transformer_blocks.3.attn2.to_q", True),

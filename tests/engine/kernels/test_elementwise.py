@@ -281,7 +281,7 @@ WIDE = torch.linspace(-2, 2, 20 * 32).view(20, 32)
 NOISE = torch.zeros(20, 32, dtype=torch.int16)
 FALLBACKS: list[tuple[str, Any, str, tuple[Any, ...], str]] = [
     ("add_gated", adaln, "kernels.adaln_kernels.add_gated", (WIDE[None], WIDE[None], WIDE[:1]), "residuals by torch's"),
-    ("rms_norm", rms_norm, "kernels.rms_kernels.rms_norm", (WIDE, WIDE[0], 1e-6), "queries and keys by torch's"),
+    ("rms_norm", rms_norm, "kernels.rms_kernels.rms_norm", (WIDE, WIDE[0], 1e-6), "norms without means by torch's"),
     ("swiglu", swiglu, "kernels.swiglu_kernels.swiglu", (WIDE, WIDE + 1), "SwiGLU by torch's operators on cpu"),
     (
         "round_into", bf16_updates, "optim.bf16_kernels.round_into", (WIDE.bfloat16() * 0, WIDE, NOISE),

@@ -8,16 +8,18 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from fresh_caches import uncalled
 from optimum.quanto import QLinear, qint8
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from simpletune.engine.memory import accounting
+from simpletune.engine.memory import accounting, cuda_libraries
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.cuda_libraries import cublas_workspace
+from simpletune.engine.memory.cuda_libraries import Workspaces, cublas_workspace, cublas_workspaces
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import quanto_product, temporaries
-from simpletune.engine.memory.snapshot import HOST, round_to_block
+from simpletune.engine.memory.snapshot import HOST, MemorySnapshot, largest_of, round_to_block
+from simpletune.estimate.simulate.reports import with_workspace
 from simpletune.system.phases import phase
 
 KIB = 1024
@@ -222,4 +224,42 @@ def test_what_kernels_hold_counts_within_the_call() -> None:
     assert 0 < peaks[1] - peaks[0] <= round_to_block(4 * 2 * 128 * 65 + copied)
     weight, scale = torch.zeros(8, 4, dtype=torch.int8), torch.zeros(8, 1, dtype=torch.bfloat16)
     assert quanto_product(scale, weight, scale) == 64
-    assert (cublas_workspace((8, 9)), cublas_workspace((9, 0))) == (2 * 8519680, 2 * 33554432)
+
+
+@pytest.mark.parametrize("version", ["2.13.0+cu130", "2.14.1", "2.15.0+cu132", "2.16.0a0"])
+def test_a_workspace_of_cublas_is_kept_until_torch_2_14_and_freed_by_later_ones(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As both allocate on a simulated L4 and H100 (tests/gpu/dry_gpu)."""
+    monkeypatch.setattr(cuda_libraries, "version_or_none", lambda name: version)
+    monkeypatch.setattr(cuda_libraries, "frees_workspaces", uncalled(cuda_libraries.frees_workspaces))
+    l4, h100 = cublas_workspaces((8, 9)), cublas_workspaces((9, 0), threads=1)
+    if version < "2.15":
+        assert (l4, h100) == ((2 * 8519680, 0), (33554432, 0))
+    else:
+        assert (l4, h100) == ((0, 8519680), (0, 33554432))
+    assert cublas_workspace((8, 9)) == sum(l4)
+
+
+def test_a_product_is_found_that_is_smaller_than_what_follows_it() -> None:
+    """The peak is 10 KiB in the forward pass; products have up to 7 KiB there and 8 KiB in the backward pass."""
+    with Accounting() as count:
+        x = torch.zeros(16, 16)  # 1 KiB
+        with phase("forward"):
+            x @ torch.cat([x, x, x], 1)  # beside 3 KiB
+            torch.zeros(9 * 256)
+        with phase("backward"):
+            held = torch.zeros(6 * 256)
+            torch.bmm(x[None], x[None])
+            del held
+    peak = count.peak
+    assert (peak.bytes, peak.phase, peak.in_products) == (10 * KIB, "forward", 8 * KIB)
+    assert {name: each.in_products for name, each in count.peaks.items() if name} == {
+        "forward": 7 * KIB, "backward": 8 * KIB,
+    }  # fmt: skip
+    kept, within = with_workspace(peak, Workspaces(4 * KIB, 0)), with_workspace(peak, Workspaces(0, 3 * KIB))
+    assert (kept.bytes, kept.by_kind["workspace"]) == (14 * KIB, 5 * KIB)  # x is of this kind, too
+    assert (within.bytes, within.by_kind["workspace"]) == (11 * KIB, 2 * KIB)
+    assert with_workspace(peak, Workspaces(0, 2 * KIB)) == peak
+    assert with_workspace(MemorySnapshot(10 * KIB), Workspaces(0, KIB)).bytes == 11 * KIB, "unknown: at the peak"
+    assert largest_of([peak, MemorySnapshot(9 * KIB, in_products=9 * KIB)]).in_products == 9 * KIB

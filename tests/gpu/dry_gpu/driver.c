@@ -60,6 +60,12 @@ CUresult cuCtxGetCurrent(CUcontext *context) {
     return CUDA_SUCCESS;
 }
 
+CUresult cuCtxGetDevice(CUdevice *device) {
+    COUNT();
+    *device = dry_current_device();
+    return CUDA_SUCCESS;
+}
+
 CUresult cuCtxSetCurrent(CUcontext context) {
     COUNT();
     return context ? (CUresult)cudaSetDevice((int)((char *)context - contexts)) : CUDA_SUCCESS;
@@ -260,6 +266,11 @@ CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, const 
     (void)function, (void)config;
     *clusters = dry_card()->processors;
     return CUDA_SUCCESS;
+}
+
+/* Triton 3.9 asks before it launches; the numbers are the runtime's. */
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+    return (CUresult)cudaStreamIsCapturing((cudaStream_t)stream, (enum cudaStreamCaptureStatus *)status);
 }
 
 /* The runtime hands out the driver's functions by name: those of this library, and for others one that says no. */

@@ -17,6 +17,7 @@ from nine_channels import to_nine_channels
 from tiny_runs import run_on
 
 from benchmarks.tiny_models import tiny_sd3
+from simpletune.engine.memory.cuda_libraries import frees_workspaces
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.system.options import UserError
 
@@ -98,7 +99,7 @@ def test_a_kernel_that_is_not_there_is_refused_before_training(tiny_config: dict
 DETERMINISTIC = """
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from simpletune.engine.memory.cuda_libraries import cublas_workspace, most_multiprocessors
+from simpletune.engine.memory.cuda_libraries import cublas_workspaces, most_multiprocessors
 from simpletune.engine.memory.kernel_workspace import flash_backward
 from simpletune.system.devices import use_deterministic
 
@@ -118,15 +119,17 @@ def unexpected(on):
     return live("peak") - before - flash_backward(grad, q, k, v, out, multiprocessors=units) - 3 * q.nbytes
 
 print(unexpected(False), unexpected(True))
+kept, within = cublas_workspaces(capability, 1, deterministic=True)
 x, before = torch.empty(64, 64, device="cuda", dtype=torch.bfloat16), live("current")
-x @ x
-print(live("current") - before - cublas_workspace(capability, 1, deterministic=True))
+torch.cuda.reset_peak_memory_stats()
+y = x @ x
+print(live("peak") - live("current") - within, live("current") - before - y.nbytes - kept)
 """
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_deterministic_attention_and_products_take_what_is_predicted(capability: int) -> None:
-    assert printed(DETERMINISTIC, DRY_CC=capability).split() == ["0", "0", "0"]
+    assert printed(DETERMINISTIC, DRY_CC=capability).split() == ["0"] * 4
 
 
 def test_a_deterministic_run_ends_whole(tiny_config: dict, tmp_path: Path) -> None:
@@ -241,6 +244,9 @@ XL: dict[str, dict] = {
         "precision": {"weights": "bf16"}, "memory": MEMORY["streamed"] | {"optimizer_in_backward": True}
     },
 }  # fmt: skip
+# The whole is 18 MiB, and 10 where torch frees cuBLAS's workspace. There torch's own convolutions, which stand for
+# cuDNN's here, take that workspace too, beside 0.13 MiB of columns.
+LEAST, DORA = (-0.015, 0.05) if frees_workspaces() else (-0.01, 0.03)
 OLD_XL = ("LoRA nf4", "LoRA int8, offloaded", "convolutions, LoRA int8")
 
 
@@ -257,8 +263,8 @@ def test_sdxl_takes_what_is_predicted(
     done = program(config, tmp_path / "config.json", DRY_CC=card)
     assert done.returncode == 0, done.stderr
     summary = whole(Path(config["output"]["runs"]) / "tiny")
-    most = 0.03 if "DoRA" in how else 0.01  # of 18 MiB: half a MiB too much is predicted while gradients are clipped
-    assert -0.01 <= summary["predicted"]["stages"]["train"]["error"] <= most
+    most = DORA if "DoRA" in how else 0.01  # half a MiB too much is predicted while gradients are clipped
+    assert LEAST <= summary["predicted"]["stages"]["train"]["error"] <= most
 
 
 # A hole in every sample, where its source says nothing of holes.
@@ -293,7 +299,7 @@ def test_an_inpainting_unet_takes_what_is_predicted(
     done = program(config, tmp_path / "config.json", HOLES, DRY_CC=card)
     assert done.returncode == 0, done.stderr
     summary = whole(Path(config["output"]["runs"]) / "tiny")
-    assert summary["predicted"]["stages"]["train"]["error"] == pytest.approx(0, abs=0.01)
+    assert LEAST <= summary["predicted"]["stages"]["train"]["error"] <= 0.01
     if how.startswith("all"):
         written = json.loads((Path(summary["output"]) / "config.json").read_text())
         assert written["in_channels"] == 9

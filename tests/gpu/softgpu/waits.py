@@ -38,13 +38,14 @@ ELSEWHERE = {
     "simpletune.engine.quant.int8_kernel": "times tiles; Triton's interpreter runs none of them twice",
 }
 """Modules whose calls these runs do not reach, and why."""
+TIMING = ("simpletune.estimate.timing", "simpletune.estimate.int8_choice")
 
 
 def ordering_calls() -> list[Call]:
     """Every call of the package that records, marks, waits or synchronises, with the events that are handed on; apart
     from timing, which measures rates on tensors of its own and hands nothing on."""
     found = calls_of(ROOT / "simpletune", ORDERING | WRAPPERS, EVENTS)
-    found = [call for call in found if not call.module.startswith("simpletune.estimate.timing")]
+    found = [call for call in found if not call.module.startswith(TIMING)]
     ours = {call for call in found if call.module.startswith(FILES) and call.text.startswith("self.")}
     return [call for call in found if call in ours or call.name in ORDERING]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import Flux2Transformer2DModel
 from simulated import assert_same_bytes
+from sliders import assert_slider_resumes
 from tiny_runs import merged, resumed_from, run_with, saved_weights
 
 from benchmarks import whole_klein
@@ -73,17 +74,7 @@ SLIDER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", SLIDER)
 def test_a_slider_trains_and_resumes_to_the_bit(case: str, klein_config: dict[str, Any]) -> None:
-    """From prompts alone: it draws by the family's own solver, and learns the velocity's direction."""
-    direction = {"target": "a dot", "positive": "a large dot", "negative": "a small dot", "preserved": ["a heart"]}
-    data = merged(klein_config | {"adapter": METHODS["lora"]}, **SLIDER[case])
-    del data["data"]
-    data["concept"] = {"directions": [direction], "resolutions": [64], "drawing_steps": 5}
-    data["validation"] = {"prompts": ["a dot"], "every": 4, "steps": 2, "loss_samples": 0}
-    whole = run_with(data)
-    assert all(math.isfinite(row["loss"]) for row in read_metrics(whole))
-    assert len(list((whole / "samples" / "step-000004").rglob("*.png"))) == 4
-    torch.testing.assert_close(saved_weights(resumed_from(whole, data, 2), 4), saved_weights(whole, 4), rtol=0, atol=0)
-    assert_same_bytes(validate(data, case))
+    assert_slider_resumes(merged(klein_config | {"adapter": METHODS["lora"]}, **SLIDER[case]))
 
 
 @pytest.mark.parametrize("memory", [STREAMED, PLAN, NETWORKS], ids=["streamed", "plan", "networks"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import ZImageTransformer2DModel
 from simulated import assert_same_bytes
+from sliders import assert_slider_resumes
 from tiny_runs import merged, resumed_from, run_with, saved_weights
 from torch import Tensor
 
@@ -76,6 +77,18 @@ def test_it_trains_and_resumes_to_the_bit(case: str, zimage_config: dict[str, An
     if case == "full":
         theirs = ZImageTransformer2DModel.from_pretrained(whole / "transformer", local_files_only=True)
         torch.testing.assert_close(dict(theirs.named_parameters()), after, rtol=0, atol=0)
+
+
+SLIDER: dict[str, dict[str, Any]] = {
+    "streamed": {"precision": {"weights": "bf16"}, "memory": STREAMED},
+    "nf4-plan": {"precision": {"weights": "nf4"}, "memory": PLAN},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLIDER)
+def test_a_slider_trains_and_resumes_to_the_bit(case: str, zimage_config: dict[str, Any]) -> None:
+    assert_slider_resumes(merged(zimage_config | {"adapter": METHODS["lora"]}, **SLIDER[case]))
 
 
 @pytest.mark.parametrize("memory", [STREAMED, PLAN, NETWORKS], ids=["streamed", "plan", "networks"])
