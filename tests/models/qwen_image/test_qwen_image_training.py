@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +11,12 @@ import torch
 from simulated import assert_same_bytes
 from tiny_runs import merged, resumed_from, run_with, saved_weights
 
-from benchmarks.tiny_models import tiny_qwen_image
 from simpletune.config.load import validate
 from simpletune.config.resolve import require_model_rules
 from simpletune.engine.denoiser import model_units
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import encoder_snapshot, simulate_encoding, simulate_parts
-from simpletune.models.qwen_image.qwen_image_files import CLASS
-from simpletune.models.qwen_image.qwen_image_option import QwenImage
-from simpletune.models.shared.parameter_shapes import shapes_of_class
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.options import ConfigError
@@ -178,71 +168,3 @@ def test_the_published_models_step_takes_no_more_than(case: str, qwen_config: di
     data["adapter"] = {"method": "lora", "rank": 16, "targets": "attention"}
     found = simulate(validate(merged(data, **changes), case), (1024, 1024)).peak
     assert 0.99 * mib < found.bytes / 2**20 <= mib
-
-
-@contextmanager
-def anonymous_memory() -> Iterator[Callable[[], float]]:
-    """Sample this process's memory that no file backs; yield a function that returns the most of it so far, in GiB,
-    beyond what it had at first."""
-    status, ended, most = Path("/proc/self/status"), threading.Event(), [0]
-
-    def now() -> int:
-        return int(re.search(r"RssAnon:\s+(\d+)", status.read_text())[1])  # type: ignore[index]
-
-    def sample() -> None:
-        while not ended.wait(0.02):
-            most[0] = max(most[0], now())
-
-    first, thread = now(), threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield lambda: (most[0] - first) / 2**20
-    finally:
-        ended.set()
-        thread.join()
-
-
-@pytest.mark.slow  # 2.8 billion weights: some minutes of one core, 3 GB of disk
-def test_eight_blocks_of_the_published_width_need_little_memory(qwen_config: dict[str, Any], tmp_path: Path) -> None:
-    """At 256 px, in int8, from bf16 weights that no disk holds (zeros in a sparse file), which are quantised in parts
-    and then mapped: neither takes more memory of the process's own than a few blocks."""
-    text = {"hidden_size": 3584, "intermediate_size": 16, "num_attention_heads": 1, "num_hidden_layers": 1,
-            "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [512, 640, 640]}}  # fmt: skip
-    pipeline = tiny_qwen_image.build(tmp_path / "wide", text=text, joint_attention_dim=3584)
-    published = dict(QwenImage().files.known_config()) | {"num_layers": 8}
-    shutil.rmtree(pipeline / "transformer")
-    (pipeline / "transformer").mkdir()
-    (pipeline / "transformer" / "config.json").write_text(json.dumps(published))
-    write_sparse(pipeline / "transformer" / "diffusion_pytorch_model.safetensors", shapes_of_class(CLASS, published))
-    data = merged(
-        qwen_config,
-        model={"pretrained": str(pipeline)},
-        data={"resolution": 256, "max_upscale": 8},
-        adapter={"rank": 16},
-        precision={"weights": "int8"},
-        memory={"resident_blocks": 0, "checkpointing": "all", "host_weights": "mapped", **PLAN},
-        train={"steps": 1},
-        checkpoint={"every": None},
-        output={"cache": str(tmp_path / "cache")},
-    )
-    peaks = []
-    for _ in range(2):  # the second finds the quantised base
-        with anonymous_memory() as most:
-            losses = [row["loss"] for row in read_metrics(run_with(data))]
-            peaks.append(most())
-        assert losses == [pytest.approx(losses[0])] and 0.5 < losses[0] < 5
-    print(f"GiB of memory of its own, quantising and with the quantised base: {peaks}")
-    assert max(peaks) < 2.0  # the weights alone take 2.6 GiB in int8, and 5.2 in bf16
-
-
-def write_sparse(file: Path, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Write a safetensors file of zeros in bf16 that takes no room on disk."""
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        first, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [first, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(file, "wb") as handle:
-        handle.write(len(text).to_bytes(8, "little") + text)
-        handle.truncate(8 + len(text) + end)
