@@ -53,6 +53,7 @@ GRIDS: dict[str, Grid] = {
         JUDGED,
     ),
     "int8": Grid("numerical error of int8 products", ("rows", "overrides")),
+    "int8_cards": Grid("predicted seconds of steps with and without int8 products and gradients, by card"),
     "convolutions": Grid("seconds and memory of frozen int8 convolutions"),
     "methods": Grid(
         "seconds and predicted memory of other adapters' steps, compared with LoRA's, at SD3 Medium's width"

@@ -19,6 +19,7 @@ UNET = ("model.family=sd15", "adapter.rank=8", *PX512)
 FULL_UNET = ("model.family=sd15", *FULL, *PX512)
 XL = ("model.family=sdxl",)
 KLEIN = ("model.family=klein",)
+ZIMAGE = ("model.family=zimage",)
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,9 @@ MORE = {
     # Not klein's LoRA, of which 108 MiB too much are predicted: benchmarks/results/notes.md.
     "FLUX.2 klein: full bf16, adafactor in backward": Row((*KLEIN, *FULL, *by("adafactor"))),
     "FLUX.2 klein: full bf16, adafactor in backward, streamed": Row((*KLEIN, *FULL, *by("adafactor"), *STREAMED)),
+    "Z-Image: LoRA r16 int8": Row(ZIMAGE),
+    "Z-Image: LoRA r16 int8, plan": Row((*ZIMAGE, *PLAN)),
+    "Z-Image: LoRA r16 nf4, plan": Row((*ZIMAGE, *PLAN, *NF4)),
     # The other stages. Both columns include the stated allowance for cuDNN's convolutions.
     "prompts": Row((), "text"),
     "pictures to latents, 512 px": Row(PX512, "latents"),

@@ -20,8 +20,8 @@ from simpletune.system.console import say
 from simpletune.system.options import Json, UserError
 
 FOLDER = Path(__file__).resolve().parent.parent / "simpletune" / "engine" / "kernels"
-MODULES = {"norm": "rms_kernels", "swiglu": "swiglu_kernels"}
-"""Modules by the beginning of their kernels' names; the others are in ``adaln_kernels``."""
+MODULES = {"norm_rotary": "rotary_kernels", "norm": "rms_kernels", "swiglu": "swiglu_kernels"}
+"""Modules by the beginning of their kernels' names, first match; the others are in ``adaln_kernels``."""
 DECIDES = ("block_of", "rows_of")
 """Functions besides the kernels on which the compiled code depends."""
 COMMITTED = kernels.COMMITTED.with_name("elementwise.json")
@@ -32,9 +32,11 @@ PLAIN = (
     "grad_value", "weight",
 )  # fmt: skip
 TWO = ("scale_2", "shift_2", "out_2", "grad_2")
-SUMS = ("mean", "rstd", "sums")
+SUMS = ("mean", "rstd", "sums", "cos", "sin")
 WIDE = {"bf16": 2, "fp16": 2, "fp32": 4}
 WIDTHS = {"Medium": 1536, "Large": 2432}
+RMS_WIDTHS = {"Medium": 64, "Z-Image": 3840}
+"""The width of norms without a mean: of a head's queries, and of Z-Image's tokens."""
 ADDED = ("y", "gate", "grad_y")
 USES: dict[str, dict[str, tuple[str, ...]]] = {
     "modulate": {"first": ("y", "gate", "total", *TWO), "added": TWO, "two": ("y", "gate", "total")},
@@ -49,6 +51,8 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
     "gate_backward": {"plain": ("y", "sums"), "trained": ()},
     "norm": {"plain": ()},
     "norm_backward": {"plain": ("sums",), "trained": ()},
+    "norm_rotary": {"plain": ()},
+    "norm_rotary_backward": {"plain": ("sums",), "trained": ()},
     "swiglu": {"plain": ()},
     "swiglu_backward": {"plain": ()},
 }
@@ -64,8 +68,8 @@ class Row:
         card: the architecture: 89 for sm_89.
         kernel: its name.
         use: of ``USES``.
-        model: ``Medium`` or ``Large``, whose width it takes; a norm of queries takes that of a head, 64, and SwiGLU a
-            part of any row.
+        model: ``Medium``, ``Large`` or ``Z-Image``, whose width it takes; a norm of Medium's queries takes that of a
+            head, 64 (with positions 128), and SwiGLU a part of any row.
         kind: the type of the numbers.
     """
 
@@ -82,12 +86,14 @@ class Row:
 
 
 def rows_of_table() -> Iterator[Row]:
-    """Yield all rows: SD3 Medium in bf16 for each card; other types and widths for one."""
+    """Yield all rows: SD3 Medium in bf16 for each card, and norms of Z-Image; other types and widths for one."""
     every = [(kernel, use) for kernel, uses in USES.items() for use in uses]
     yield from (Row(card, *each, "Medium", "bf16") for card in SHARED_BYTES for each in every)
     yield from (Row(75, *each, "Medium", "fp16") for each in every)
     yield from (Row(89, *each, "Medium", "fp32") for each in every)
     yield from (Row(89, *each, "Large", "bf16") for each in every if _module_of(each[0]) == "adaln_kernels")
+    norms = [each for each in every if each[0].startswith("norm") and "rotary" not in each[0]]
+    yield from (Row(card, *each, "Z-Image", "bf16") for card in SHARED_BYTES for each in norms)
 
 
 def measure(row: Row) -> Json:
@@ -101,7 +107,8 @@ def measure(row: Row) -> Json:
     module = import_module(f"simpletune.engine.kernels.{_module_of(row.kernel)}")
     function, constants = getattr(module, f"_{row.kernel}"), dict[str, object]()
     if row.kernel.startswith("norm"):
-        constants, warps = {"ROWS": rows_of(64), "BLOCK": 64}, module.WARPS
+        width = 128 if "rotary" in row.kernel else RMS_WIDTHS[row.model]
+        constants, warps = {"ROWS": rows_of(width), "BLOCK": 1 << (width - 1).bit_length()}, module.WARPS
     elif row.kernel.startswith("swiglu"):
         constants, warps = {"BLOCK": module.COLUMNS}, module.WARPS
     else:
@@ -140,7 +147,7 @@ def measure(row: Row) -> Json:
 
 
 def _module_of(kernel: str) -> str:
-    return MODULES.get(kernel.partition("_")[0], "adaln_kernels")
+    return next((module for start, module in MODULES.items() if kernel.startswith(start)), "adaln_kernels")
 
 
 def kernel_of(name: str) -> str:
@@ -218,7 +225,8 @@ Each cell: registers of a thread, warps of a program, shared memory, and bytes o
 spilled. Nothing ran: these are figures of the machine code. Lines: kernel of `simpletune/engine/kernels`, use, model
 and type of the numbers. *first*: before attention; *added*: after it, with the gated sum; *two*: two modulations of one
 norm, as in SD3.5 Medium; *trained*: with gradients of the modulation or of the norm's weight. `norm` is that of queries
-and keys, `swiglu` takes 1024 numbers of a row, of whichever model.
+and keys, and Z-Image's that of its tokens, 3840 wide; `norm_rotary` is that of queries and keys with the positions of
+klein and Z-Image, heads of 128; `swiglu` takes 1024 numbers of a row, of whichever model.
 
 `make kernels` fails if one of these breaks a rule: it compiles for each card, sm_75 too; registers within 64 Ki of a
 multiprocessor, shared memory within the card's; at most {SPILLED} bytes spilled; vectors are loaded; no `.ftz`, but in

@@ -137,7 +137,7 @@ class Causes:
         from triton.runtime.jit import JITFunction
 
         from simpletune.adapters.methods import lora_layers
-        from simpletune.engine.kernels import adaln, rms_norm, swiglu
+        from simpletune.engine.kernels import adaln, rms_norm, rotary, swiglu
         from simpletune.engine.memory import recompute
 
         places: list[tuple[str, Any, str]] = [
@@ -153,7 +153,7 @@ class Causes:
                 for name in ("forward", "backward"):
                     own = staticmethod(self.timed("lora", getattr(function, name)))
                     stack.enter_context(replace_attribute(function, name, own))
-            for calls in (adaln.CALLS, rms_norm.CALLS, swiglu.CALLS):
+            for calls in (adaln.CALLS, rms_norm.CALLS, rotary.CALLS, swiglu.CALLS):
                 before = dict(calls)
                 calls.update({name: self.timed("operators", call) for name, call in calls.items()})
                 stack.callback(calls.update, before)

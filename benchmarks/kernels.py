@@ -55,7 +55,7 @@ SPILLS_ACCEPTED = {"odd": "no layer of SD3 has such sizes, and the tuning times 
 """The sizes whose rows may spill, and why."""
 LEFT_OUT = ("3.8", "3.9")
 """The versions of Triton whose products may spill in large tiles: the tuning leaves such tiles out."""
-LARGE = 128 * 128  # numbers of a tile's result
+LARGE = 128 * 64  # numbers of a tile's result
 FUSED_ACCEPTED = {("3.6", 120): "its assembler fuses scale and bias although the PTX forbids it: one rounding less"}
 """The versions of Triton and the cards for which products may fuse multiply-adds, and why."""
 OPTIONS = {"enable_fp_fusion": False}  # as the kernels are launched

@@ -340,7 +340,8 @@ def snippet(config: TrainConfig, example: ImageRequest) -> str:
         lines += [f"{part} = {kind}.from_pretrained({part.upper()}{inside}, {dtype})"]
     lines += [f"pipeline = {pipeline}.from_pretrained({', '.join(['BASE', *extra, dtype])})"]
     if scheduler:
-        options = "".join(f", {name}={value!r}" for name, value in scheduler[1].items())
+        changes = {**model.files.changes_of("scheduler"), **scheduler[1]}
+        options = "".join(f", {name}={value!r}" for name, value in changes.items())
         lines += [f"pipeline.scheduler = {scheduler[0]}.from_config(pipeline.scheduler.config{options})"]
     lines += [f'pipeline.load_textual_inversion(RESULT, weight_name="{name}")' for name in _loaded_tokens(config)]
     if not config.adapter.trains_base and (config.adapter.trains or config.text.lora):

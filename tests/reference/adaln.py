@@ -1,11 +1,12 @@
-"""Norms, gated sums and activations of a transformer block, written from the papers (adaLN-Zero: arXiv:2212.09748,
-section 3.2).
+"""Norms, gated sums, activations and rotary positions of a transformer block, written from the papers (adaLN-Zero:
+arXiv:2212.09748, section 3.2).
 
 Shapes: b samples, n tokens, d width. All in float64.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -29,3 +30,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., d], [d]
 def swiglu(gate: Tensor, value: Tensor) -> Tensor:  # [..., d] each
     """gate / (1 + exp(-gate)) * value (arXiv:2002.05202, eq. 6)."""
     return gate / (1 + (-gate).exp()) * value
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [b, n, h, d], [1 or b, n, d / 2] each
+    """Neighbouring pairs (p, q) of numbers become (p cos - q sin, q cos + p sin) (arXiv:2104.09864, eq. 13)."""
+    p, q, cos, sin = x[..., ::2], x[..., 1::2], cos[:, :, None], sin[:, :, None]
+    return torch.stack([p * cos - q * sin, q * cos + p * sin], dim=-1).flatten(3)

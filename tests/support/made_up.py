@@ -254,7 +254,7 @@ def registered() -> Iterator[None]:
     new = {
         "FAMILIES": (usual, tuple(MadeUp() if each.family == "klein" else each for each in usual)),
         "TARGETS": (lora_registry.TARGETS, tuple(dict.fromkeys((*lora_registry.TARGETS, *NAMES.targets)))),
-        "SHORT": (lora_registry.SHORT, lora_registry.SHORT | dict(NAMES.short)),
+        "SHORT": (lora_registry.SHORT, sorted({*lora_registry.SHORT, *NAMES.short.items()})),
     }
     exchange = partial(_exchange, new)
     try:

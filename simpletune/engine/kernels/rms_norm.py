@@ -58,11 +58,11 @@ def _parts(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return wide, inverse, (x * inverse).to(x.dtype)
 
 
-def _by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _parts(x, eps)[2] * weight
 
 
-def _backward_by_torch(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> list[Tensor]:
+def backward_by_torch(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trains: bool) -> list[Tensor]:
     wide, inverse, scaled = _parts(x, eps)
     given = (grad * weight).float()
     of_inverse = (given * x).sum(-1, keepdim=True)
@@ -73,8 +73,8 @@ def _backward_by_torch(grad: Tensor, x: Tensor, weight: Tensor, eps: float, trai
 
 _LIBRARY = torch.library.Library("simpletune", "FRAGMENT")
 _OPERATORS: dict[str, Callable[..., object]] = {
-    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": _by_torch,
-    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, bool trains) -> Tensor[]": _backward_by_torch,
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": by_torch,
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, bool trains) -> Tensor[]": backward_by_torch,
 }
 CALLS = {
     schema.partition("(")[0]: FALLBACK.define(_LIBRARY, schema, plain, "simpletune.engine.kernels.rms_kernels")

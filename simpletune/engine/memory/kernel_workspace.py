@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from simpletune.engine.kernels import adaln, rms_norm, swiglu  # noqa: F401 define their operators
+from simpletune.engine.kernels import adaln, rms_norm, rotary, swiglu  # noqa: F401 define their operators
 from simpletune.engine.kernels.sizes import partial_bytes, rows_of
 from simpletune.engine.memory.accounting import Temporaries
 from simpletune.engine.memory.cuda_libraries import frees_workspaces
@@ -196,6 +196,20 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, train
     return 4 * d * -(-(x.numel() // d) // rows_of(d)) + in_fp32 if trains else 0
 
 
+def rms_norm_rotary_backward(
+    grad: Tensor,
+    parts: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    early: bool,
+    trains: bool,
+) -> int:
+    """Return the bytes for fp32 sums of the gradient of a norm's weight, of the largest part."""
+    return max(rms_norm_backward(grad, x, weight, eps, trains) for x, weight in zip(parts, weights, strict=True))
+
+
 def convolution_workspace(
     pixels: Tensor,  # [b, c, h, w]
     weight: Tensor,  # [o, c / groups, kh, kw]
@@ -243,6 +257,7 @@ def temporaries(attention: str = "flash", multiprocessors: int | None = None) ->
         torch.ops.simpletune.modulate_backward.default: modulate_backward,
         torch.ops.simpletune.gate_backward.default: gate_backward,
         torch.ops.simpletune.rms_norm_backward.default: rms_norm_backward,
+        torch.ops.simpletune.rms_norm_rotary_backward.default: rms_norm_rotary_backward,
         torch.ops.aten.convolution.default: convolution_workspace,
         torch.ops.aten.convolution_backward.default: convolution_backward_workspace,
     }

@@ -7,7 +7,7 @@ Shapes: b samples, n tokens of the picture, t of the text, d width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from simpletune.engine.kernels.adaln import GatedTokens, ScaleShift, add_gated, normalise_and_modulate
 from simpletune.engine.kernels.rms_norm import normalise
+from simpletune.models.shared.blocks import with_feed_forward
 
 
 class JointBlock(JointTransformerBlock):
@@ -48,31 +49,16 @@ class JointBlock(JointTransformerBlock):
             (x,) = add_gated((x, added))
             added = GatedTokens(self.attn2(hidden_states=inputs[1], **more), of_ff[5])
         del inputs, normed_text, attended
-        x, found = _with_feed_forward(x, added, of_ff, self.norm2, self.ff)
+        x, found = with_feed_forward(x, added, of_ff, self.norm2, self.ff)
         del added
         if self.context_pre_only:
             return None, add_gated((x, found))[0]
         of_network = GatedTokens(attended_text, of_text[0])
         del attended_text
-        text, found_text = _with_feed_forward(text, of_network, of_text[1:], self.norm2_context, self.ff_context)
+        text, found_text = with_feed_forward(text, of_network, of_text[1:], self.norm2_context, self.ff_context)
         del of_network
         text, x = add_gated((text, found_text), (x, found))
         return text, x
-
-
-def _with_feed_forward(
-    x: Tensor,  # [b, n, d]
-    added: GatedTokens,
-    parts: Sequence[Tensor],  # shift, scale and gate of the network, [b, d] each
-    norm: nn.LayerNorm,
-    network: nn.Module,
-) -> tuple[Tensor, GatedTokens]:
-    """Add the output of attention, and run the feed-forward network on the normalised sum; return the sum, and the
-    network's gated output, still to be added."""
-    shift, scale, gate = parts[:3]
-    x, inputs = normalise_and_modulate(x, added, [ScaleShift(scale, shift)], norm.eps)
-    del added
-    return x, GatedTokens(network(inputs.pop()), gate)
 
 
 def use_joint_blocks(blocks: Iterable[nn.Module]) -> None:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from simpletune.models.shared.weights import TensorSource
 
 
+TRAILING: ModelConfig = {"timestep_spacing": "trailing"}
+
+
 class UNetFamily(Family):
     """A family with a UNet, from a folder in diffusers' layout, a single file or the Hub."""
 
@@ -78,6 +81,8 @@ class UNetFiles(FamilyFiles):
     hub_bytes: ClassVar[int] = 4  # SDXL's unet/diffusion_pytorch_model.safetensors has 10,270,077,736 bytes
 
     def changes_of(self, part: str) -> ModelConfig:
+        if part == "scheduler":  # a base that draws in few steps was distilled at trailing timesteps
+            return TRAILING if self.family.few_steps is not None else {}
         told = {
             "scaling_factor": self.family.vae_scale,
             "shift_factor": self.family.vae_shift,

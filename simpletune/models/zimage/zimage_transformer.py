@@ -1,6 +1,6 @@
 """Z-Image's transformer on tensors: modules, sums and order of diffusers' class, whose forward pass takes lists of
-pictures and texts of any length and so has to know these on the host. Norms are single operators
-(engine/kernels/rms_norm.py).
+pictures and texts of any length and so has to know these on the host. Norms, positions and activations are single
+operators (engine/kernels).
 
 Picture and text are padded to multiples of 32 tokens by two learned ones, which are attended like the rest.
 
@@ -16,11 +16,13 @@ import diffusers
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention
-from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
+from diffusers.models.transformers.transformer_z_image import FeedForward, ZImageTransformerBlock
 from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle
 
 from simpletune.engine.kernels.rms_norm import normalise
+from simpletune.engine.kernels.rotary import normalise_and_rotate
+from simpletune.engine.kernels.swiglu import swiglu
 from simpletune.models.zimage.zimage_files import KIND, PATCH, padded
 
 
@@ -111,9 +113,9 @@ class ZImageAttention:
     ) -> Tensor:  # [b, n, d]
         assert angles is not None
         x, mask = hidden_states, attention_mask
-        layers = (attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k)
+        layers, tables = ((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k)), torch.view_as_real(angles).unbind(-1)
         query, key = (
-            _turned(normalise(layer(x).unflatten(-1, (attn.heads, -1)), norm), angles).transpose(1, 2)
+            normalise_and_rotate([(layer(x).unflatten(-1, (attn.heads, -1)), norm)], *tables).transpose(1, 2)
             for layer, norm in layers
         )
         value = attn.to_v(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
@@ -123,10 +125,11 @@ class ZImageAttention:
         return found
 
 
-def _turned(x: Tensor, angles: Tensor) -> Tensor:  # [b, n, heads, 2 f]
-    """Turn neighbouring pairs of numbers by the angles of their positions, in fp32 (RoPE, arXiv:2104.09864)."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * angles[:, :, None]).flatten(3).type_as(x)
+class ZImageFeedForward(FeedForward):
+    """A feed-forward network with SwiGLU."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, n, d]
+        return self.w2(swiglu(self.w1(x), self.w3(x)))
 
 
 def use_blocks(model: nn.Module, kinds: Iterable[str]) -> None:
@@ -134,6 +137,6 @@ def use_blocks(model: nn.Module, kinds: Iterable[str]) -> None:
     for kind in kinds:
         for block in model.get_submodule(kind).children():
             assert type(block) is ZImageTransformerBlock, type(block)
-            block.__class__ = ZImageBlock
+            block.__class__, block.feed_forward.__class__ = ZImageBlock, ZImageFeedForward
             assert isinstance(block.attention, Attention)
             block.attention.set_processor(ZImageAttention())

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from simpletune.config.batches import mixes_lengths
 from simpletune.config.schema import TrainConfig
@@ -17,6 +18,7 @@ from simpletune.data.sources.source import SourceImage
 from simpletune.models.objectives.flow import Euler
 from simpletune.models.shared.buckets import Framing, Size
 from simpletune.models.shared.conditioning import Conditioning
+from simpletune.models.shared.flops import TrainedParameters
 from simpletune.stages.modulation_plan import ModulationPlan
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.concept import ConceptBatch
@@ -107,7 +109,7 @@ class SyntheticBatches:
 
     def frequencies(self) -> dict[str, float]:
         """Return how many times an average step of the run does what the synthetic one does, by phase, if not once: a
-        drawing stops anywhere, and directions differ in their passes."""
+        drawing stops anywhere, directions differ in their passes, and sides in the operations of a pass."""
         concept = self.config.concept
         if concept is None:
             return {}
@@ -116,7 +118,13 @@ class SyntheticBatches:
             "draw": (concept.drawing_steps - 1) / 2 / own.steps,
             "base": sum(len(each.prompts) for each in every) / len(every) / len(own.prompts),
         }
-        return found | dict.fromkeys(PASS, sum(each.passes for each in every) / len(every) / own.passes)
+        found |= dict.fromkeys(PASS, sum(each.passes for each in every) / len(every) / own.passes)
+        sides, model, share = concept.resolutions, self.config.model, 1.0
+        if len(sides) > 1:
+            with _disable_current_modes():  # its tensors are not fake, and hidden from the accounting
+                operations = {side: model.flops(TrainedParameters(), (side, side), 1).forward for side in sides}
+            share = sum(operations.values()) / len(sides) / operations[max(sides)]
+        return {phase: share * often for phase, often in found.items()}
 
     def _drawing(self, concept: Concept) -> Drawing:
         """Make a drawing of the direction with the most passes, of as many steps as determine its memory."""

@@ -87,13 +87,14 @@ def test_simpletuner_s_own_assistant_guidance_and_length(tmp_path: Path) -> None
 
 
 def test_onetrainer(tmp_path: Path) -> None:
-    """Its preset, whose filter leaves the refiners out."""
+    """Its preset, whose filter leaves the refiners out; its samples' guidance, which is ordinary."""
     whole = {
         "base_model_name": BASE, "model_type": "Z_IMAGE", "learning_rate": 3e-4, "training_method": "LORA",
         "peft_type": "LORA", "lora_rank": 16, "lora_alpha": 1.0, "layer_filter_preset": "attn-mlp",
         "layer_filter": "^(?=.*attention)(?!.*refiner).*,^(?=.*feed_forward)(?!.*refiner).*",
         "layer_filter_regex": True, "train_dtype": "BFLOAT_16", "timestep_distribution": "LOGIT_NORMAL",
         "text_encoder_sequence_length": 256,
+        "samples": [{"prompt": "a dot", "cfg_scale": 4.0, "diffusion_steps": 30}],
         "transformer": {"weight_dtype": "INT_W8A8", "model_name": "https://huggingface.co/a/b/blob/main/c.safetensors"},
     }  # fmt: skip
     file = peer_configs.write(tmp_path, config___json=whole, data___json=[{"path": "pics"}])
@@ -101,6 +102,7 @@ def test_onetrainer(tmp_path: Path) -> None:
     found = checked(result)
     assert found["adapter"]["targets"] == "attention_mlp" and found["adapter"]["layers"] == WITHOUT_REFINERS
     assert found["model"] == {"family": "zimage", "pretrained": BASE, "text_length": 256}
+    assert (found["validation"]["guidance"], found["validation"]["steps"]) == (4.0, 30)
     (left,) = [line for line in result.lines if line.key == "transformer.model_name"]
     assert left.became == "left out" and "Download the file and set model.transformer" in left.why
 

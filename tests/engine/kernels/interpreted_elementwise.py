@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interpreted_examples import examples
 from interpreted_rounding import rounding_to_nearest  # noqa: F401  (a fixture)
-from reference.adaln import gated_sum, modulated_norm, rms_norm, swiglu
+from reference.adaln import gated_sum, modulated_norm, rms_norm, rotated, swiglu
 from torch import Tensor
 
-from simpletune.engine.kernels import adaln_kernels, rms_kernels, swiglu_kernels
+from simpletune.engine.kernels import adaln_kernels, rms_kernels, rotary_kernels, swiglu_kernels
 from simpletune.engine.kernels.sizes import ROWS
 
 TYPES = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -124,10 +124,11 @@ def test_gated_sums_and_their_gradients_are_within_one_rounding_of_float64(
 
 @examples(8)
 @given(
-    shape=st.tuples(*map(st.sampled_from, ([1, 2], [1, 5, 70], [1, 2, 3], [4, 16, 40, 64]))),
+    shape=st.tuples(*map(st.sampled_from, ([1, 2], [1, 5, 70], [1, 2, 3], [4, 16, 40, 64])))
+    | st.tuples(*map(st.sampled_from, ([1, 2], [1, 3], [2560, 3840]))),  # tokens of Z-Image, a row each program
     dtype=dtypes, trains=st.booleans(), seed=seeds,
 )  # fmt: skip
-def test_norms_of_queries_are_within_one_rounding_of_float64(
+def test_norms_of_queries_and_tokens_are_within_one_rounding_of_float64(
     shape: tuple[int, ...], dtype: torch.dtype, trains: bool, seed: int
 ) -> None:
     x, grad = tokens(shape, dtype, seed, 2)
@@ -141,7 +142,7 @@ def test_norms_of_queries_are_within_one_rounding_of_float64(
     steep = (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
     assert_close(grad_x, wide.grad, 40 * steep)
     if trains:
-        assert_close(sums[0], wide_weight.grad, 100.0 * shape[0] * shape[1] * shape[2])
+        assert_close(sums[0], wide_weight.grad, 100.0 * x.numel() / len(weight))
 
 
 @examples(8)
@@ -170,6 +171,43 @@ def test_swiglu_and_its_gradients_are_within_one_rounding_of_float64(
     of_gate, of_value = found[0].chunk(2, dim=-1) if joined else found
     assert_close(of_gate, exact_gate.grad, size * (grad.double() * exact_value.detach()).abs())
     assert_close(of_value, exact_value.grad, size * grad.double().abs())
+
+
+@examples(8)
+@given(
+    b=st.sampled_from([1, 2]), n=st.sampled_from([[5], [1, 7], [3, 40]]), heads=st.sampled_from([1, 3]),
+    d=st.sampled_from([4, 16, 40]), dtype=dtypes, trains=st.booleans(), shared=st.booleans(), wide=st.booleans(),
+    seed=seeds,
+)  # fmt: skip
+def test_norms_with_positions_are_within_one_rounding_of_float64(
+    b: int, n: list[int], heads: int, d: int, dtype: torch.dtype, trains: bool, shared: bool, wide: bool, seed: int
+) -> None:
+    """Of one part or two, which may lie in a wider tensor; with angles of all samples, or each sample's own, whose
+    tables are views of complex numbers."""
+    extra = 2 if wide else 0
+    stored = [tokens((b, count, heads + extra, d), dtype, seed + number, 1)[0] for number, count in enumerate(n)]
+    parts = [each[:, :, extra:] for each in stored]
+    grad = tokens((b, sum(n), heads, d), dtype, seed + 5, 1)[0]
+    weights = [tokens((d,), dtype, seed + 6 + number, 1)[0] for number in range(len(n))]
+    angles = tokens((1 if shared else b, sum(n), d // 2), torch.float32, seed + 9, 1)[0]
+    cos, sin = torch.view_as_real(torch.polar(torch.ones_like(angles), angles)).unbind(-1)
+    exact = [each.double().requires_grad_() for each in (*parts, *weights)]
+    normed = [rms_norm(x, weight, EPS) for x, weight in zip(exact[: len(n)], exact[len(n) :], strict=True)]
+    out = rotated(torch.cat(normed, dim=1), cos.double(), sin.double())
+    out.backward(grad.double())
+    found = rotary_kernels.rms_norm_rotary(parts, weights, cos, sin, EPS, True)
+    assert_close(found, out.detach(), 2 * out.detach().abs().amax(-1, keepdim=True) + 1)
+    grads = rotary_kernels.rms_norm_rotary_backward(grad, parts, weights, cos, sin, EPS, True, trains)
+    assert len(grads) == len(n) * (1 + trains)
+    for x, wanted, of_part in zip(parts, exact, grads, strict=False):
+        assert wanted.grad is not None
+        assert_close(of_part, wanted.grad, 80 * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt())
+    for wanted, of_weight in zip(exact[len(n) :], grads[len(n) :], strict=False):
+        assert wanted.grad is not None
+        assert_close(of_weight, wanted.grad, 200.0 * b * sum(n) * heads)
+    turned = grad.transpose(1, 2).contiguous().transpose(1, 2)
+    again = rotary_kernels.rms_norm_rotary_backward(turned, parts, weights, cos, sin, EPS, True, trains)
+    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
 
 
 def test_sums_over_tokens_are_repeated_bit_for_bit() -> None:

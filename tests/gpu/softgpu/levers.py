@@ -21,7 +21,7 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Crop, PlannedSample
 from simpletune.data.sources.source import SourceImage
-from simpletune.engine.kernels import adaln, rms_norm, swiglu
+from simpletune.engine.kernels import adaln, rms_norm, rotary, swiglu
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.optim.options import PAGED_FROM, PagedAdamW8bit
 from simpletune.engine.optim.state import state_to_tensors
@@ -198,7 +198,7 @@ def run(levers: Levers, device: str = "cuda", kernels: bool = False) -> Result:
     """
     with pytest.MonkeyPatch.context() as patch:
         if not kernels:
-            for operators in (adaln, rms_norm, swiglu):
+            for operators in (adaln, rms_norm, rotary, swiglu):
                 patch.setitem(operators.FALLBACK.failed, torch.device("cuda", 0), "bits are compared")
         return _run(levers, device)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from simpletune.engine.kernels import adaln, rms_norm, swiglu
+from simpletune.engine.kernels import adaln, rms_norm, rotary, swiglu
 
 LEFT_OUT = {
     r"test_compiled_blocks": "torch.compile's kernels are launched by Inductor, which the interpreter does not run",
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def norms_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, gates and activations are slow in Triton's interpreter; test_softgpu.py runs their kernels."""
-    for operators in (adaln, rms_norm, swiglu):
+    for operators in (adaln, rms_norm, rotary, swiglu):
         failed = {torch.device("cuda", number): "slow in Triton's interpreter" for number in range(2)}
         monkeypatch.setattr(operators.FALLBACK, "failed", failed)
 

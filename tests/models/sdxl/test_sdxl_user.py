@@ -199,6 +199,18 @@ def test_the_model_card_s_code_draws_as_we_do(
     assert "license: openrail++" not in card, "a local copy's licence is unknown"
 
 
+def test_a_base_that_draws_in_few_steps_begins_at_the_last_timestep(base: Path, tmp_path: Path) -> None:
+    """Whose folder's scheduler begins earlier; its name tells it, and the model card's code says so."""
+    named = tmp_path / "tiny_lightning_4step"
+    named.symlink_to(base, target_is_directory=True)
+    for folder, times in ((named, [999, 749, 499, 249]), (base, [801, 601, 401, 201])):
+        data = {"name": "x", "model": {"family": "sdxl", "pretrained": str(folder)}, "data": {"path": "demo:pictures"}}
+        config = validate(data, "x")
+        assert config.model.solver(config.objective, (64, 64), 4, 0).times.tolist() == times
+        code = snippet(config, example_of(config, ""))
+        assert ("timestep_spacing='trailing'" in code) is (folder == named)
+
+
 @pytest.mark.slow
 def test_photos_are_examined_checked_and_trained_in_buckets(real_data: Path, base: Path, tmp_path: Path) -> None:
     photos = next(folder for folder in sorted((real_data / "dreambooth").iterdir()) if any(folder.glob("*.jpg")))

@@ -233,9 +233,10 @@ def test_the_command_predicts_a_whole_run(write_config: Any, capsys: pytest.Capt
     assert told["peak_allocated_mib"] > 0 and {"text", "train", "validate"} <= set(told["stages"])
 
 
-def test_the_time_of_a_step_has_all_its_passes(tiny_config: dict) -> None:
+@pytest.mark.parametrize("sides", [[32], [32, 64]], ids=str)
+def test_the_time_of_a_step_has_all_its_passes(sides: list[int], tiny_config: dict) -> None:
     """The products of an average step are those counted for the steps of whole epochs, of two unequal directions."""
-    concept = CONCEPT | {"directions": [SIZE | KEPT, ERASED], "drawing_steps": 9}
+    concept = CONCEPT | {"directions": [SIZE | KEPT, ERASED], "drawing_steps": 9, "resolutions": sides}
     data = concept_data(tiny_config, concept, train={"batch_size": 2}, memory={"checkpointing": "none"})
     config, core, batches = assembled(data)
     trained = trained_of({name: tuple(value.shape) for name, value in core.named.items()})
@@ -247,11 +248,12 @@ def test_the_time_of_a_step_has_all_its_passes(tiny_config: dict) -> None:
                 times = {"attention": 4, "attention_backward": 10}.get(kind, 2)
                 found += each.share * times * count * math.prod(extents)
                 again += each.share * 2 * count * math.prod(extents) * (kind == "attention_backward")
-    drawings = [batches.plan.drawing(step, 0) for step in range(200)]
-    counts = [batches.flops(batches.plan.micro_batch(step, 0), trained) for step in range(200)]
-    assert len({(each.steps, each.passes) for each in drawings}) == 18
-    expected = {(each.steps, each.passes): count for each, count in zip(drawings, counts, strict=True)}
-    assert found - again == pytest.approx(sum(expected.values()) / 18, rel=0.02)
+    expected = {}
+    for step in range(200 * len(sides)):
+        samples, drawing = batches.plan.micro_batch(step, 0), batches.plan.drawing(step, 0)
+        expected[drawing.steps, drawing.passes, samples[0].view.bucket] = batches.flops(samples, trained)
+    assert len(expected) == 18 * len(sides)
+    assert found - again == pytest.approx(sum(expected.values()) / len(expected), rel=0.02)
 
 
 def added(y: list[int], a: list[int], b: list[int], **more: object) -> int:

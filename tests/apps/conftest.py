@@ -1,4 +1,4 @@
-"""What every test of the page shares."""
+"""What every test of the page and of the commands shares."""
 
 from __future__ import annotations
 
