@@ -1,5 +1,5 @@
-"""Qwen-Image's block with adaptive norms, gates and residuals as single operators (engine/kernels/adaln.py), and its
-positions from shapes alone.
+"""Qwen-Image's block with norms, positions, gates and residuals as single operators (engine/kernels), and its positions
+from shapes alone.
 
 It has the modules, sums and order of diffusers' ``QwenImageTransformerBlock``.
 
@@ -17,10 +17,11 @@ from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope, Q
 from torch import Tensor, nn
 
 from simpletune.engine.kernels.adaln import GatedTokens, ScaleShift, add_gated, normalise_and_modulate
-from simpletune.engine.kernels.rms_norm import normalise
+from simpletune.engine.kernels.rotary import normalise_and_rotate
+from simpletune.models.shared.blocks import with_feed_forward
 
 Angles = tuple[Tensor, Tensor]
-"""Those of the picture's places [n, f] and of the text's [t, f], complex."""
+"""Cosine and sine of the places of text and picture, fp32 [1, t + n, f] each."""
 
 
 class QwenImageBlock(QwenImageTransformerBlock):
@@ -51,28 +52,12 @@ class QwenImageBlock(QwenImageTransformerBlock):
         )
         added, added_text = GatedTokens(attended, gate), GatedTokens(attended_text, gate_of_text)
         del attended, attended_text
-        x, found = _with_feed_forward(x, added, of_ff, self.img_norm2, self.img_mlp)
+        x, found = with_feed_forward(x, added, of_ff, self.img_norm2, self.img_mlp)
         del added
-        text, found_text = _with_feed_forward(text, added_text, of_text, self.txt_norm2, self.txt_mlp)
+        text, found_text = with_feed_forward(text, added_text, of_text, self.txt_norm2, self.txt_mlp)
         del added_text
         text, x = add_gated((text, found_text), (x, found))
         return text, x
-
-
-def _with_feed_forward(
-    x: Tensor,  # [b, n, d]
-    added: GatedTokens,
-    parts: Sequence[Tensor],  # shift, scale and gate of the network, [b, d] each
-    norm: nn.Module,
-    network: nn.Module,
-) -> tuple[Tensor, GatedTokens]:
-    """Add the output of attention, and run the feed-forward network on the normalised sum; return the sum, and the
-    network's gated output, still to be added."""
-    shift, scale, gate = parts
-    assert isinstance(norm, nn.LayerNorm)
-    x, inputs = normalise_and_modulate(x, added, [ScaleShift(scale, shift)], norm.eps)
-    del added
-    return x, GatedTokens(network(inputs.pop()), gate)
 
 
 class QwenImageAttention:
@@ -88,28 +73,25 @@ class QwenImageAttention:
     ) -> tuple[Tensor, Tensor]:  # [b, n, d], [b, t, d]
         x, text, mask = hidden_states, encoder_hidden_states, attention_mask
         assert text is not None and angles is not None
-        turns = torch.cat(angles[::-1])
 
-        def joined(of_text: nn.Module, of_image: nn.Module, *norms: nn.Module) -> Tensor:  # [b, t + n, heads, 2 f]
-            parts = [layer(each).unflatten(-1, (attn.heads, -1)) for layer, each in ((of_text, text), (of_image, x))]
-            if norms:
-                parts = [normalise(part, norm) for part, norm in zip(parts, norms, strict=True)]
-            return torch.cat(parts, 1)
+        def heads(layer: nn.Module, tokens: Tensor) -> Tensor:  # [b, its tokens, heads, 2 f]
+            return layer(tokens).unflatten(-1, (attn.heads, -1))
 
-        query = _turned(joined(attn.add_q_proj, attn.to_q, attn.norm_added_q, attn.norm_q), turns).transpose(1, 2)
-        key = _turned(joined(attn.add_k_proj, attn.to_k, attn.norm_added_k, attn.norm_k), turns).transpose(1, 2)
-        value = joined(attn.add_v_proj, attn.to_v).transpose(1, 2)
+        query, key = (
+            normalise_and_rotate([(heads(of_text, text), norm_text), (heads(of_image, x), norm)], *angles).transpose(
+                1, 2
+            )
+            for of_text, norm_text, of_image, norm in (
+                (attn.add_q_proj, attn.norm_added_q, attn.to_q, attn.norm_q),
+                (attn.add_k_proj, attn.norm_added_k, attn.to_k, attn.norm_k),
+            )
+        )
+        value = torch.cat([heads(attn.add_v_proj, text), heads(attn.to_v, x)], 1).transpose(1, 2)
         seen = None if mask is None else torch.cat([mask, mask.new_ones(len(x), x.shape[1])], 1)[:, None, None]
         attended = F.scaled_dot_product_attention(query, key, value, seen)
         del query, key, value
         rest, image = attended.transpose(1, 2).flatten(2).split([text.shape[1], x.shape[1]], 1)
         return attn.to_out[0](image), attn.to_add_out(rest)
-
-
-def _turned(x: Tensor, angles: Tensor) -> Tensor:  # [b, n, heads, 2 f], [n, f], complex
-    """Turn neighbouring pairs of numbers by the angles of their positions, in fp32 (RoPE, arXiv:2104.09864)."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * angles[:, None]).flatten(3).type_as(x)
 
 
 class Positions(nn.Module):
@@ -134,15 +116,15 @@ class Positions(nn.Module):
         image = torch.cartesian_prod(rows.new_zeros(1), rows, columns)
         first = max(h // 2, w // 2)
         text = torch.arange(first, first + max_txt_seq_len, device=device)[:, None].expand(-1, 3)
-        return self._angles(image), self._angles(text)
+        turns = self._turns(torch.cat([text, image]))[None]
+        return turns.cos(), turns.sin()
 
-    def _angles(self, places: Tensor) -> Tensor:  # [n, 3] -> [n, f], complex
+    def _turns(self, places: Tensor) -> Tensor:  # [t + n, 3] -> [t + n, f]
         parts = []
         for place, width in zip(places.unbind(1), self.widths, strict=True):
             steps = torch.arange(0, width, 2, device=places.device).float().div(width)
             parts.append(torch.outer(place.float(), 1.0 / torch.pow(self.theta, steps)))
-        turns = torch.cat(parts, 1)
-        return torch.polar(torch.ones_like(turns), turns)
+        return torch.cat(parts, 1)
 
 
 def use_blocks(model: nn.Module) -> None:
