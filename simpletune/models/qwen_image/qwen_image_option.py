@@ -21,7 +21,7 @@ from simpletune.models.shared.autoencoder import Latents
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_files import FamilyFiles, LoraNames
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.shared.words import DiffusersPipeline, PublicBase, Words
+from simpletune.models.shared.words import DiffusersPipeline, PublicBase, Words, by_card
 from simpletune.models.text.family_text import FamilyText
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class QwenImage(Family):
             "in Qwen-Image one attention reads prompt and picture together. Use adapter.method lora with "
             'adapter.targets ["attn.add_k_proj", "attn.add_v_proj"], which changes keys and values of the prompt'
         ),
+        templates=by_card("qwen_image_lora_{card}"),
         licence=lambda hub_name: {"license": "apache-2.0"} if hub_name in HUB_NAMES else None,
         bases=tuple(
             PublicBase(

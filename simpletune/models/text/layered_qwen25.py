@@ -12,6 +12,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextMod
 
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part
+from simpletune.models.shared.transformers_folder import quiet
 from simpletune.models.text.encoder import BATCH, EncoderChanges, Tokens
 from simpletune.models.text.layered import LayeredEncoder, Tensors
 from simpletune.models.text.layered_qwen3 import call_layer
@@ -40,7 +41,8 @@ class LayeredQwen25(LayeredEncoder):
         self.dropped = dropped
 
     def build(self, config: ModelConfig) -> nn.Module:
-        return Qwen2_5_VLTextModel(Qwen2_5_VLConfig.from_dict(config).get_text_config())
+        with quiet():  # it warns of the sections of its own positions
+            return Qwen2_5_VLTextModel(Qwen2_5_VLConfig.from_dict(config).get_text_config())
 
     def call(self, block: nn.Module, x: Tensor, mask: Tensor | None, state: dict[str, Any]) -> Tensor:
         return call_layer(self.model, block, x, mask)

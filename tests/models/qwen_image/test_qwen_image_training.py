@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from simulated import assert_same_bytes
+from sliders import assert_slider_resumes
 from tiny_runs import merged, resumed_from, run_with, saved_weights
 
 from simpletune.config.load import validate
@@ -56,6 +57,11 @@ def test_it_trains_and_resumes_to_the_bit(case: str, qwen_config: dict[str, Any]
     torch.testing.assert_close(saved_weights(resumed_from(whole, data, 2), 4), after, rtol=0, atol=0)
     if data["validation"]["prompts"]:
         assert len(list((whole / "samples").rglob("*.png"))) >= 1
+
+
+@pytest.mark.slow
+def test_a_slider_trains_and_resumes_to_the_bit(qwen_config: dict[str, Any]) -> None:
+    assert_slider_resumes(qwen_config)
 
 
 @pytest.mark.parametrize("memory", [STREAMED, PLAN, NETWORKS], ids=["streamed", "plan", "networks"])
