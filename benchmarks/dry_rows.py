@@ -20,6 +20,12 @@ FULL_UNET = ("model.family=sd15", *FULL, *PX512)
 XL = ("model.family=sdxl",)
 KLEIN = ("model.family=klein",)
 ZIMAGE = ("model.family=zimage",)
+# From prompts alone, at the side of the shipped sliders.
+SLIDER = (
+    'concept={"directions": [{"target": "a person", "positive": "a person, smiling", "negative": "a person, frowning", '
+    '"preserved": ["a landscape"]}], "resolutions": [768]}',
+    "adapter.rank=4", "validation.loss_samples=0",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,9 @@ MORE = {
     "Z-Image: LoRA r16 int8": Row(ZIMAGE),
     "Z-Image: LoRA r16 int8, plan": Row((*ZIMAGE, *PLAN)),
     "Z-Image: LoRA r16 nf4, plan": Row((*ZIMAGE, *PLAN, *NF4)),
+    "slider, LoRA r4 bf16, plan, 768 px": Row((*SLIDER, *PLAN, *BF16)),
+    "SDXL: slider, LoRA r4 bf16, 768 px": Row((*XL, *SLIDER, *BF16)),
+    "FLUX.2 klein: slider, LoRA r4 int8, 768 px": Row((*KLEIN, *SLIDER)),
     # The other stages. Both columns include the stated allowance for cuDNN's convolutions.
     "prompts": Row((), "text"),
     "pictures to latents, 512 px": Row(PX512, "latents"),

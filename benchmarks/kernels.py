@@ -54,8 +54,8 @@ TENSOR_CORES = re.compile(r"\b(wgmma|mma)\.(?:mma_async\.)?sync[\w.:]*?\.(m\d+n\
 SPILLS_ACCEPTED = {"odd": "no layer of SD3 has such sizes, and the tuning times the tiles"}
 """The sizes whose rows may spill, and why."""
 LEFT_OUT = ("3.8", "3.9")
-"""The versions of Triton whose products may spill in large tiles: the tuning leaves such tiles out."""
-LARGE = 128 * 64  # numbers of a tile's result
+"""The versions of Triton whose products may spill: the tuning times the tiles, and leaves out those that spill much."""
+LARGE = 128 * 128  # numbers of a tile's result
 FUSED_ACCEPTED = {("3.6", 120): "its assembler fuses scale and bias although the PTX forbids it: one rounding less"}
 """The versions of Triton and the cards for which products may fuse multiply-adds, and why."""
 OPTIONS = {"enable_fp_fusion": False}  # as the kernels are launched
@@ -195,9 +195,10 @@ def problems(row: Row, found: Mapping[str, Any], version: str) -> list[str]:
         broken.append(f"{found['shared']:,} bytes of shared memory, more than the card's {SHARED[row.card]:,}")
     if found["registers"] * 32 * warps > REGISTERS:
         broken.append(f"{found['registers']} registers in {warps} warps, more than the card's {REGISTERS:,}")
-    most = WORDS_SPILL[0] if row.kernel == "words" else SPILLED
     minor = version.rpartition(".")[0]
-    left_out = minor in LEFT_OUT and row.is_product and row.tile[0] * row.tile[1] >= LARGE
+    spills = minor in LEFT_OUT and row.is_product
+    most = WORDS_SPILL[0] if row.kernel == "words" or spills else SPILLED
+    left_out = spills and row.tile[0] * row.tile[1] >= LARGE
     if found["stack"] > most and row.sizes not in SPILLS_ACCEPTED and not left_out:
         broken.append(f"{found['stack']} bytes spilled, more than {most}")
     accepted = (minor, row.card) in FUSED_ACCEPTED and row.is_product
@@ -323,8 +324,8 @@ single byte from shared memory in `words`; shared memory within the card's
 registers within 64 Ki of a multiprocessor; at most {SPILLED} bytes spilled, except for *odd* sizes
 ({SPILLS_ACCEPTED["odd"]}) and {WORDS_SPILL[0]} of `words`
 ({WORDS_SPILL[1]}),
-and except for the large tiles of products with Triton {" and ".join(LEFT_OUT)}, which the tuning leaves out: at least
-half of each product's must be left; no fused multiply-add, none that the assembler may fuse,
-and no `.ftz` but in `gelu`, because the results should equal the CPU's bit for bit; and for sm_{TOO_OLD} no code: a
-Triton that compiles for it would let the tool support it. Exception: 3.6 on sm_120, marked *fused*:
+and of all products with Triton {" and ".join(LEFT_OUT)}, where the large tiles may spill more, because the
+tuning leaves them out: at least half of each product's must be left; no fused multiply-add, none that the assembler
+may fuse, and no `.ftz` but in `gelu`, because the results should equal the CPU's bit for bit; and for sm_{TOO_OLD} no
+code: a Triton that compiles for it would let the tool support it. Exception: 3.6 on sm_120, marked *fused*:
 {FUSED_ACCEPTED["3.6", 120]}."""

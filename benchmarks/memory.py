@@ -138,7 +138,9 @@ def config_of(overrides: tuple[str, ...], capability: tuple[int, int] | None = N
     Raises:
         ConfigError: the card lacks what the row needs.
     """
-    config, _ = read_config(CONFIG, [*ENOUGH, *overrides, "data.path=demo:pictures"])
+    alone = any(override.startswith("concept=") for override in overrides)
+    trained_on = "data=null" if alone else "data.path=demo:pictures"
+    config, _ = read_config(CONFIG, [*ENOUGH, *overrides, trained_on])
     return config if capability is None else settle_compute(config, capability)
 
 

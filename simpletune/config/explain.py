@@ -255,7 +255,8 @@ def _notes(config: TrainConfig) -> Iterator[str]:
         yield from source_notes(config.data, inpaints=known_to_inpaint(config))
     if config.train.steps is None and config.train.epochs is None:
         yield f"train.steps and train.epochs are unset: the run has {plural(config.steps(1), 'step')}"
-    if (few := config.model.few_steps) is not None and not config.model.assistants:
+    few = config.model.few_steps if config.concept is None else None  # a slider learns what its base itself predicts
+    if few is not None and not config.model.assistants:
         under = f"model.loras=[training:{few.assistant}]" if few.assistant else "an assistant (model.loras, training:)"
         yield (
             f"{config.model.files.weights_from} is, by its name or model.turbo, {few.title}, which draws in few steps. "

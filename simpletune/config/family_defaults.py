@@ -15,12 +15,15 @@ def family_defaults(family: Family) -> dict[str, dict[str, object]]:
     field."""
     words = family.words
     steps, guidance = words.steps, words.guidance
+    concept: dict[str, object] = {"resolutions": [words.resolution]}
     if (few := family.few_steps) is not None:
         steps, guidance = few.steps, few.guidance
+        if not family.assistants:  # under one it draws as a model of many steps
+            concept |= {"drawing_steps": max(2, steps), "drawing_guidance": guidance}
     return {
         "objective": {"name": family.objectives[0]},
         "data": {"resolution": words.resolution},
-        "concept": {"resolutions": [words.resolution]},
+        "concept": concept,
         "validation": {"guidance": guidance, "negative_prompt": words.negative_prompt, "steps": steps},
     }
 
@@ -69,7 +72,10 @@ def _family_in(data: Json) -> Family | None:
     family = next((family for family in FAMILIES if family.family == wanted), None)
     if family is None:
         return None
-    named = {name: value for name in ("pretrained", family.denoiser) if isinstance(value := model.get(name), str)}
+    named: Json = {name: value for name in ("pretrained", family.denoiser) if isinstance(value := model.get(name), str)}
+    loras = model.get("loras")
+    if isinstance(loras, list) and all(isinstance(name, str) for name in loras):
+        named["loras"] = loras
     said = {"turbo": model["turbo"]} if isinstance(model.get("turbo"), bool) and hasattr(family, "turbo") else {}
     return family.model_copy(update=named | said)  # as far as its defaults depend on it
 

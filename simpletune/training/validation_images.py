@@ -19,6 +19,7 @@ from simpletune.engine.denoiser import Denoiser, model_device
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.runs.folder import BASE, START, STRENGTHS, pictures_at
 from simpletune.runs.repair import set_aside
+from simpletune.runs.report.image_rows import spread_steps
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_autoencoder
 from simpletune.stages.png import comparison_key, generation_parameters, request_values, save_png
@@ -33,6 +34,8 @@ from simpletune.system.sheets import grid
 
 GRID = "grid.png"
 STRIP = "strengths.png"
+COLUMNS = 12
+"""Steps in the grid, evenly spread from the first to the last: the memory that it takes must not grow with the run."""
 INPUT = "input"
 T = TypeVar("T")
 
@@ -196,13 +199,16 @@ class Previews:
         return updated.map(lambda tensor: tensor[0])
 
     def write_grid(self) -> Path | None:
-        """Write one picture with a row per prompt and a column per state. A cell is empty where a state has no picture
-        of exactly the row's request."""
+        """Write one picture with a row per prompt and a column per state, of at most ``COLUMNS`` steps. A cell is empty
+        where a state has no picture of exactly the row's request."""
         if not self.requests:
             return None
         columns: list[tuple[str, list[Image.Image | None]]] = []
-        for state in [self.folder / BASE, self.folder / START, *sorted(self.folder.glob("step-*"))]:
-            cells = [None if file is None else self._read(file, load_image) for file in self._find(state)]
+        found = {state: self._find(state) for state in sorted(self.folder.glob("step-*"))}
+        steps = spread_steps([state for state, files in found.items() if any(files)], COLUMNS)
+        for state in (self.folder / BASE, self.folder / START, *steps):
+            files = found[state] if state in found else self._find(state)
+            cells = [None if file is None else self._read(file, load_image) for file in files]
             if any(cells):
                 title = state.name if state.name in (BASE, START) else f"step {int(state.name[5:])}"
                 columns.append((title, cells))

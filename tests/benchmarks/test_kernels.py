@@ -95,6 +95,8 @@ def test_what_only_some_rows_may() -> None:
     large = Row(120, "product", "forward", (128, 128, 64, 4, 4), "even")
     assert problems(large, spilled, "3.8.0") == [] and problems(large, spilled, "3.7.1")
     assert problems(replace(row, sizes="even"), spilled, "3.8.0") and problems(FEW[2], spilled, "3.9.0")
+    few = GOOD | {"stack": 64}
+    assert problems(replace(row, sizes="even"), few, "3.8.0") == [] and problems(FEW[2], few, "3.8.0")
 
 
 @needs_triton

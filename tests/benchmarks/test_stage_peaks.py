@@ -5,12 +5,16 @@ from __future__ import annotations
 import html
 import re
 
+import pytest
+
 from benchmarks import stage_peaks
+from simpletune.engine.memory import cuda_libraries
 from simpletune.system.gpus import GIB, find_card
 
 
-def test_the_figure_shows_the_stored_predictions_and_the_cards() -> None:
-    """Drawn again by ``make pictures``, after ``make predictions``."""
+def test_the_figure_shows_the_stored_predictions_and_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn again by ``make pictures``, after ``make predictions``; with the torch that these are stored for."""
+    monkeypatch.setattr(cuda_libraries, "frees_workspaces", lambda: False)
     drawn = html.unescape(stage_peaks.IMAGE.read_text(encoding="utf-8"))
     bars = re.findall(r'aria-label="[^":]*: ([\d.]+); configuration: ([^;]*); stage: ([^;"]*)"', drawn)
     found = [{"configuration": title, "stage": stage, "GiB": float(size)} for size, title, stage in bars]

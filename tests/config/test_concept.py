@@ -42,6 +42,21 @@ def test_its_sizes_are_the_familys_unless_given() -> None:
     assert pictures.concept is None and pictures.model_dump(mode="json")["concept"] is None
 
 
+def test_a_base_of_few_steps_draws_in_its_own() -> None:
+    """Unless it is trained under an assistant, with which it draws as a base of many."""
+    for name, loras, drawn in (
+        ("stabilityai/stable-diffusion-xl-base-1.0", [], (20, 3.0)),
+        ("ByteDance/SDXL-Lightning", [], (4, 1.0)),
+        ("somebody/sdxl-lightning-1step", [], (2, 1.0)),
+        ("stabilityai/sdxl-turbo", ["training:owner/assistant"], (20, 3.0)),
+    ):
+        model = {"family": "sdxl", "pretrained": name, "loras": loras}
+        config = validate({"name": "a", "model": model, "concept": {"directions": [SIZE]}}, "test")
+        assert config.concept is not None
+        assert (config.concept.drawing_steps, config.concept.drawing_guidance) == drawn
+        assert "Ordinary training undoes" not in explain(config)  # a slider learns from what the base itself predicts
+
+
 def test_an_override_reaches_a_direction() -> None:
     data, _, problems = merge(copy.deepcopy(MINIMAL), ["concept.directions.0.guidance=3", "concept.drawing_steps=8"])
     config = validate(data, "test", problems)

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -262,7 +264,6 @@ def preload() -> None:
     import optimum.quanto  # noqa: F401
     import peft.tuners.lora.bnb  # noqa: F401
     import torch.distributed.algorithms.ddp_comm_hooks.default_hooks  # noqa: F401
-    import torch.profiler._cupti_monitor  # noqa: F401
     import transformers  # noqa: F401
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel  # noqa: F401
     from PIL import Image
@@ -278,4 +279,6 @@ def preload() -> None:
     import simpletune.models.sd3.sd3_text  # noqa: F401
     import simpletune.runs.report.single_run  # noqa: F401
 
+    if find_spec("torch.profiler._cupti_monitor"):  # of torch 2.13
+        import_module("torch.profiler._cupti_monitor")
     Image.preinit()

@@ -105,6 +105,18 @@ def test_a_resume_with_another_request_shows_no_picture_of_the_old_one(other: Im
     assert back.drawn == [(RED, False)]
 
 
+def test_the_grid_of_many_steps_shows_some_from_the_first_to_the_last(tmp_path: Path) -> None:
+    """And counts only those that have pictures of what is asked now."""
+    validate(previews(tmp_path, OTHERS["seed"]), 0), validate(previews(tmp_path, OTHERS["seed"]), 1)
+    at = previews(tmp_path, RED)
+    sheets = [validate(at, step) for step in range(2, 2 + module.COLUMNS)]
+    assert len(cells(sheets[-1])[0]) == 1 + module.COLUMNS
+    later = validate(at, 100)
+    assert later.shape == sheets[-1].shape and len(list(tmp_path.glob("step-*"))) == 2 + module.COLUMNS
+    (row,) = cells(later)
+    assert row == [grey(RED, True), *[grey(RED, False)] * module.COLUMNS]
+
+
 def test_more_prompts_and_another_order_keep_the_older_columns(tmp_path: Path) -> None:
     first = previews(tmp_path, RED)
     validate(first, 0), validate(first, 2)

@@ -115,6 +115,7 @@ def change(request: Request, form: Form) -> Response:
         "named": filled.asked.trigger != asked.trigger,  # by an answer
         "guessed": state.get("guess") != filled.guess,
         "offered": state.get("offer") != _offer(filled),
+        "redirected": filled.is_slider and state.get("prompts") != filled.prompts,
     }
     response = render(request, "start_change.html", 200, anew=anew, changed=changed, inside=inside, **values)
     response.headers["hx-replace-url"] = _address(filled)
@@ -206,7 +207,7 @@ def _address(filled: FilledForm) -> str:
 def _whole_page(request: Request, filled: FilledForm, form: str, last: object, status: int = 200) -> Response:
     roots: Roots = request.app.state.roots
     values = _values(request, filled, form, last)
-    values |= {"named": False, "guessed": False, "offered": False}
+    values |= {"named": False, "guessed": False, "offered": False, "redirected": False}
     files = [str(file) for root in (roots.own / CONFIGS, *roots.named) for file in sorted(root.glob("*.json"))[:LISTED]]
     base = filled.asked.base
     shipped = [(f"shipped:{name}", name) for name in shipped_names()]
@@ -238,6 +239,7 @@ def _values(request: Request, filled: FilledForm, form: str, last: object) -> di
         "answers": asdict(filled.answers),
         "guess": filled.guess,
         "offer": _offer(filled),
+        "prompts": filled.prompts,
     }
     return {
         "filled": filled,

@@ -39,6 +39,7 @@ TITLE, NAME = "ai-toolkit", "ai_toolkit"
 RANKS, ALPHAS = ("network.linear", "network.rank"), ("network.linear_alpha", "network.alpha")
 WHOLE = ("train.optimizer_params", "train.lr_scheduler_params", "network.network_kwargs", "model.model_kwargs")
 """Sections that stay objects."""
+ONE_SIDE = "no prompt on this side: strength 1 alone is trained, not -1, too"
 
 
 def flatten(settings: Json) -> Json:
@@ -75,6 +76,8 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
     _family(found, folder)
     if found.settings.get("type") == "slider":
         _slider(found)
+    elif found.settings.get("type") == "concept_slider":
+        _concept_slider(found)
     is_flow = found.objective == "flow"
     method = _adapter(found)
     take_start(found, "network.pretrained_lora_path")
@@ -130,7 +133,9 @@ def _slider(found: Translation) -> None:
         ours: Json = {"target": "", **({"preserved": preserved} if preserved else {})}
         for key, value in row.items():
             part = found.part("slider.targets", f"{index}.{key}", value)
-            if key in ("target_class", "positive", "negative"):
+            if key in ("positive", "negative") and not as_text(value).strip():
+                found.note(part, ONE_SIDE)
+            elif key in ("target_class", "positive", "negative"):
                 name = "target" if key == "target_class" else key
                 ours[name] = as_text(value)
                 found.take(part, f"{place}.{name}", ours[name])
@@ -151,6 +156,37 @@ def _slider(found: Translation) -> None:
     if most is not None:
         found.take("train.max_denoising_steps", "concept.drawing_steps", most)
     found.unused("every step trains both strengths", "slider.batch_full_slide")
+
+
+def _concept_slider(found: Translation) -> None:
+    """Translate a slider that learns on noised pictures, between the same prompts and at both strengths."""
+    ours: Json = {"target": ""}
+    found.defaults |= {"slider.guidance_strength": 3.0, "slider.anchor_strength": 1.0}
+    for key, name in (("target_class", "target"), ("positive_prompt", "positive"), ("negative_prompt", "negative")):
+        text = found.read(f"slider.{key}", as_text) or ""
+        if text.strip() or name == "target":
+            ours[name] = text
+            found.take(f"slider.{key}", f"concept.directions.0.{name}", text)
+        else:
+            found.note(f"slider.{key}", ONE_SIDE)
+    ours["guidance"] = found.read("slider.guidance_strength", number)
+    found.take("slider.guidance_strength", "concept.directions.0.guidance", ours["guidance"])
+    anchor, weight = found.read("slider.anchor_class", as_text), found.read("slider.anchor_strength", number)
+    if anchor:
+        ours |= {"preserved": [anchor], "preserved_weight": weight}
+        found.take("slider.anchor_class", "concept.directions.0.preserved", [anchor])
+        found.take("slider.anchor_strength", "concept.directions.0.preserved_weight", weight)
+    else:
+        found.unused("there is no anchor", "slider.anchor_class", "slider.anchor_strength")
+    found.set("concept.directions", [ours])
+    rows = [row for row in found.read("datasets", listed) or [] if isinstance(row, dict)]
+    sizes = [number(size) for row in rows for size in listed(row.get("resolution", [512]))]
+    step = found.family.architecture.multiple
+    found.set(
+        "concept.resolutions", list(dict.fromkeys(max(step, round(size / step) * step) for size in sizes or [512]))
+    )
+    if found.has("datasets"):
+        found.note("datasets", "not read: the model draws what it learns on (concept), squares of these resolutions")
 
 
 def _adapter(found: Translation) -> str:

@@ -39,7 +39,7 @@ _PRODUCTS = {
     id(getattr(torch.ops.aten, name).default)
     for name in ("mm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "addmv_", "dot")
 }
-"""The operations that cuBLAS computes; addmm is cuBLASLt's (kernel_workspace.py)."""
+"""The operations that cuBLAS computes; addmm is cuBLASLt's."""
 _RANGES = {
     id(torch.ops.profiler._record_function_enter_new.default): "enter",
     id(torch.ops.profiler._record_function_exit._RecordFunction): "exit",

@@ -43,7 +43,7 @@ def cublas_workspaces(capability: tuple[int, int], threads: int = 2, determinist
     # torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, and in the deterministic mode
     # 8 x 4096 KiB on every card. Until 2.14 one handle per thread (forward's and, after the first backward pass,
     # autograd's) kept one workspace per stream, which cuBLASLt shared. From 2.15 on a product's is freed at its end,
-    # and cuBLASLt's (of products with a bias) is 1 MiB (both seen on simulated cards).
+    # and cuBLASLt's (of products with a bias) is 1 MiB, which is left out (both seen on simulated cards).
     each = 32 * MIB if deterministic or capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * 1024
     return Workspaces(0, each) if frees_workspaces() else Workspaces(threads * each, 0)
 

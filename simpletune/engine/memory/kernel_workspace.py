@@ -21,7 +21,6 @@ from torch._ops import OpOverload
 from simpletune.engine.kernels import adaln, rms_norm, rotary, swiglu  # noqa: F401 define their operators
 from simpletune.engine.kernels.sizes import partial_bytes, rows_of
 from simpletune.engine.memory.accounting import Temporaries
-from simpletune.engine.memory.cuda_libraries import frees_workspaces
 
 MIB = 2**20
 MULTIPROCESSORS, THREADS_PER_MULTIPROCESSOR = 58, 1536  # an L4's
@@ -235,12 +234,6 @@ def convolution_backward_workspace(grad: Tensor, pixels: Tensor, weight: Tensor,
     return (grad.numel() + pixels.numel() + weight.numel()) * pixels.element_size()
 
 
-def product_with_bias(bias: Tensor, *_: object, **__: object) -> int:
-    """Return the bytes of cuBLASLt's workspace."""
-    # torch's aten/src/ATen/cuda/CUDABlas.cpp: 1 MiB where it does not share cuBLAS's
-    return MIB
-
-
 def temporaries(attention: str = "flash", multiprocessors: int | None = None) -> Temporaries:
     """Return the temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for that of
     ``attention_kernel``, ``attention`` where it has no mask. ``multiprocessors``: of the card, in the deterministic
@@ -263,6 +256,4 @@ def temporaries(attention: str = "flash", multiprocessors: int | None = None) ->
     }
     if hasattr(torch.ops.quanto, "qbytes_mm"):  # registered where a base in int8-quanto was made
         terms[torch.ops.quanto.qbytes_mm.default] = quanto_product
-    if frees_workspaces():
-        terms[torch.ops.aten.addmm.default] = product_with_bias
     return terms | ({BACKWARD: attention_backward} if attention in BACKWARDS else {})

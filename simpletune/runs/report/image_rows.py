@@ -8,12 +8,14 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from PIL import Image
 
 from simpletune.runs.folder import BASE, START
 from simpletune.stages.png import ASKED, comparison_key, generation_parameters
 
+T = TypeVar("T")
 LARGEST = 512  # pixels of the longer side
 SHOWN_AS_IS = 128  # small pictures keep every pixel
 ROOM = 3 * 2**20  # bytes of all pictures of a page
@@ -77,7 +79,7 @@ def painted_inputs(folder: Path, prompt: str) -> dict[str, Path]:
     return {kind: file for kind, file in files.items() if file.is_file()}
 
 
-def spread_steps(steps: list[int], room: int) -> list[int]:
+def spread_steps(steps: list[T], room: int) -> list[T]:
     """Select at most ``room`` steps, evenly spread, including the first and the last."""
     if len(steps) <= room:
         return steps

@@ -6,7 +6,7 @@ from simpletune.runs.report import charts
 from simpletune.runs.report.content import ReportSection, ReportTable
 from simpletune.runs.report.run_data import Json, RunData
 
-ROOM = 20_000  # maximum of steps per run on a page
+ROOM = 4_000  # points per run on a page, more than a screen has columns
 ROWS = 10
 MIXED = "loss at fixed noise"
 

@@ -22,7 +22,7 @@ from web_pages import open_pages
 from simpletune.apps.web import processes, queue, run_page
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run.matrix import evenly_spaced, matrix_of, small_copy
-from simpletune.apps.web.run.progress import read_progress
+from simpletune.apps.web.run.progress import EVALUATIONS_SHOWN, evaluation_lines, read_progress
 from simpletune.apps.web.run.series import MOST, Follower, Series
 from simpletune.apps.web.run_page import PARTS
 from simpletune.runs.attempts import Attempt
@@ -546,3 +546,12 @@ def test_a_run_of_many_steps_has_a_short_page_and_is_read_once(tmp_path: Path, m
         file.write(line)
     assert "step 20,001" in text_of(client.get("/run/one/now"))
     assert b"".join(read).strip() == line.strip().encode(), "nothing is read again"
+
+
+def test_a_chart_of_many_evaluations_shows_some_of_them_and_the_lowest(tmp_path: Path) -> None:
+    rows = [{"step": step, "eval_loss": 0.5 if step == 141 else 1.0, "eval_losses": [1.0]} for step in range(1, 901)]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (line,) = evaluation_lines(tmp_path)
+    steps = [step for step, _ in line.dots]
+    assert len(steps) == len(line.errors) == EVALUATIONS_SHOWN + 1
+    assert (steps[0], steps[-1]) == (1, 900) and (141, 0.5) in line.dots

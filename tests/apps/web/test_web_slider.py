@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 from test_web_start import HX, Form, change
 from tiny_runs import run_with
 from web_pages import open_pages
@@ -60,6 +61,47 @@ def test_a_problem_stands_at_its_prompt(tmp_path: Path, quiet: list[live.Estimat
     assert note is not None and "equals positive" in note[0]
     answer, _ = change(client, values | {POSITIVE: "", NEGATIVE: ""})
     assert "so there is no direction" in answer
+
+
+def test_several_directions_are_fields(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
+    client = open_pages(tmp_path)
+    page = client.get("/start?base=slider").text
+    answer, values = change(client, Form(page).values, **{"concept.directions": "2"})
+    assert 'id="prompts" hx-swap-oob' in answer and answer.count('id="i-concept-directions-1-positive"') == 1
+    assert "What changes (2)" in answer and "so there is no direction" in answer
+    second = {"concept.directions.1.target": "a disc", "concept.directions.1.positive": "a red disc"}
+    answer, values = change(client, values, **second, **{"concept.directions.1.preserved": "a heart"})
+    assert 'id="prompts"' not in answer  # what is being typed in stays
+    assert "so there is no direction" not in answer
+    reloaded = client.get(answer_address(client, values)).text
+    assert Form(reloaded).values["concept.directions.1.positive"] == "a red disc"
+    saved = json.loads(client.post("/start/config.json", data=values).text)
+    config = validate(saved, "saved")
+    assert config.concept is not None
+    first, other = config.concept.directions
+    assert first.target == "a person" and (other.ends, other.preserved) == (("a red disc", ""), ["a heart"])
+    assert "&#39;concept.directions=[{" in answer  # the command has them
+    answer, values = change(client, values, **{"concept.directions": "1"})
+    saved = json.loads(client.post("/start/config.json", data=values).text)
+    assert len(saved["concept"]["directions"]) == 1 and "concept.directions.1.target" not in answer
+
+
+def answer_address(client: TestClient, values: dict[str, str]) -> str:
+    """The address that keeps what was entered."""
+    return client.post("/start/change", data=values, headers=HX).headers["hx-replace-url"]
+
+
+def test_every_direction_of_a_configuration_has_its_prompts_in_view(
+    tmp_path: Path, quiet: list[live.EstimateRequest]
+) -> None:
+    page = open_pages(tmp_path).get("/start?base=shipped:demo_slider").text
+    above, _, sections = page.partition('id="everything"')
+    for number in range(8):
+        for name in ("target", "positive", "negative"):
+            field = f'name="concept.directions.{number}.{name}"'
+            assert field in above and field not in sections
+    assert Form(page).values["concept.directions"] == "8"
+    assert 'name="concept.directions.7.guidance"' in sections
 
 
 def test_another_card_and_model_keep_the_prompts(

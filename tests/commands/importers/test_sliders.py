@@ -49,6 +49,38 @@ def test_the_sliders_of_ai_toolkit_are_translated(imported: ImportResult) -> Non
     assert "max_timestep" not in imported.config.get("objective", {})
 
 
+def test_an_empty_side_of_ai_toolkit_is_none(write_config: Any) -> None:
+    job = copy.deepcopy(JOB)
+    job["slider"]["targets"] = [{"target_class": "van gogh", "positive": "", "negative": "van gogh"}]
+    found = import_file(write_config({"job": "train", "config": {"name": "detail", "process": [job]}}))
+    config = validate(found.config, "imported")
+    assert config.concept is not None
+    (direction,) = config.concept.directions
+    assert (direction.positive, direction.negative, direction.strengths) == (None, "van gogh", (1.0,))
+    (said,) = [line for line in found.lists()["changed"] if line.key == "slider.targets.0.positive"]
+    assert "strength 1 alone" in str(said)
+
+
+def test_a_concept_slider_of_ai_toolkit_learns_between_its_prompts(write_config: Any) -> None:
+    """Its pictures are what it noises; here the model draws what it learns on."""
+    slider = {"target_class": "a cat", "positive_prompt": "a fat cat", "negative_prompt": "a thin cat"}
+    kept = {"anchor_class": "a dog", "anchor_strength": 0.5, "linearity_weight": 0.1}
+    sets = [{"folder_path": "pictures", "resolution": [512, 770]}]
+    for given, guidance, preserved in (({}, 3.0, []), (kept | {"guidance_strength": 2}, 2.0, ["a dog"])):
+        job = JOB | {"type": "concept_slider", "slider": slider | given, "datasets": sets}
+        found = import_file(write_config({"job": "train", "config": {"name": "fat", "process": [job]}}))
+        assert (found.problems, found.missing, found.lists().get("unknown")) == ([], [], None)
+        config = validate(found.config, "imported")
+        assert config.data is None and config.concept is not None
+        (direction,) = config.concept.directions
+        assert (direction.target, direction.ends) == ("a cat", ("a fat cat", "a thin cat"))
+        assert (direction.guidance, direction.preserved) == (guidance, preserved)
+        assert config.concept.resolutions == [512, 768]
+        assert "datasets" in {line.key for line in found.lists()["changed"]}
+    assert direction.preserved_weight == 0.5
+    assert "slider.linearity_weight" in {line.key for line in found.lists()["left out"]}
+
+
 def test_every_key_of_a_slider_has_its_line(imported: ImportResult) -> None:
     lists = imported.lists()
     assert not lists.get("unknown")

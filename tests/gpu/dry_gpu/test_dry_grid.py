@@ -41,7 +41,7 @@ def test_the_l4_has_sixty_rows_and_more_and_each_is_a_configuration() -> None:
     configs = {name: config_of(row) for name, row in rows.items()}
     assert configs["SD3.5 Large: LoRA r16 int8, plan"].model.architecture.blocks() == 38
     assert {1, 2, 4, 8} <= {config.train.batch_size for config in configs.values()}
-    assert {512, 768, 1024, 1536, 2048} <= {config.data.resolution for config in configs.values()}
+    assert {512, 768, 1024, 1536, 2048} <= {config.resolution for config in configs.values()}
 
 
 @pytest.mark.parametrize("name", ["T4", "A100-40GB", "RTX3090", "H100", "RTX5090"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ HIDDEN = ("$schema", "version", "about")
 ON = "on"  # for an optional section
 PROFILE = "memory.profile"  # sets other fields, so it counts as structure
 DEEPEST = 4  # nesting depth of structures
+MOST_ITEMS = 64  # of a list whose items are shown as fields
 YOU, DEFAULT = "set by you", "default"
 TITLES = {
     "name": "Name of the run",
@@ -70,7 +72,9 @@ class _Item:
     @property
     def title(self) -> str:
         """What people call it."""
-        return TITLES.get(self.path) or self.path.rpartition(".")[2].replace("_", " ").capitalize() or "General"
+        first, number = re.sub(r"\.\d+(?=\.|$)", ".0", self.path), re.search(r"\.([1-9]\d*)(?=\.|$)", self.path)
+        title = TITLES.get(first) or self.path.rpartition(".")[2].replace("_", " ").capitalize() or "General"
+        return f"{title} ({int(number[1]) + 1})" if number else title
 
 
 @dataclass
@@ -83,12 +87,16 @@ class FormField(_Item):
     choices: tuple[str, ...] = ()  # the values of a ``choice``, and suggested words for a ``text``
     structure: bool = False  # other fields depend on it
     info: FieldInfo | None = None  # its option's field; None: it switches an optional section
+    items: list[Json] | None = None  # of a list, of which it sets the length
     source: str = DEFAULT  # where its value comes from, once a user's changes are applied
 
     def parse(self, text: str) -> object:
         """Parse a text as JSON; returns invalid text unchanged, so that validation reports it."""
         if self.info is None:
             return {} if text == ON else None
+        if self.items is not None:
+            length = int(text) if text in map(str, range(1, MOST_ITEMS + 1)) else len(self.items)
+            return [*self.items, *(_blank_item(self.info) for _ in range(length - len(self.items)))][:length]
         arms = _arms(self.info.annotation)
         if self.kind == "lines" and not text.lstrip().startswith("["):
             lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -131,9 +139,14 @@ def _items(option: type[Option], data: Json, prefix: str, skip: str = "") -> Ite
         path, value = f"{prefix}{key}", data.get(key, _default(info))
         if option_classes(info.annotation):
             yield _section(info, path, value)
-        elif (item := item_of(info)) is not None and (one := _only_item(item, value)) is not None:
-            found = _items(option_classes(item.annotation)[0], one, f"{path}.0.")
-            yield FieldGroup(f"{path}.0", _help(info), list(found))
+        elif (item := item_of(info)) is not None and (members := _members(info, item, value)) is not None:
+            if info.is_required():
+                lengths = tuple(str(number) for number in range(1, min(len(members) + 1, MOST_ITEMS) + 1))
+                text = str(len(members) or "")
+                yield FormField(path, text, _help(info), "choice", lengths, True, info, members)
+            for number, member in enumerate(members):
+                found = _items(option_classes(item.annotation)[0], member, f"{path}.{number}.")
+                yield FieldGroup(f"{path}.{number}", _help(info), list(found))
         elif item is not None:
             yield FormField(path, json.dumps(value, indent=1, ensure_ascii=False), _help(info), "json", info=info)
         else:
@@ -142,11 +155,23 @@ def _items(option: type[Option], data: Json, prefix: str, skip: str = "") -> Ite
                 yield FormField(path, format_value(value, kind), _help(info), kind, choices, path == PROFILE, info)
 
 
-def _only_item(item: FieldInfo, value: object) -> Json | None:
-    """Return the item of a list of one, whose items are of one class, to be shown as fields; None for another list."""
-    if not isinstance(value, list) or len(value) != 1 or len(option_classes(item.annotation)) != 1:
+def _members(info: FieldInfo, item: FieldInfo, value: object) -> list[Json] | None:
+    """Return the items of a list whose items are of one class, to be shown as fields, also if it is required and still
+    missing; None for another list, and for one of several that may be empty."""
+    if len(option_classes(item.annotation)) != 1:
         return None
-    return value[0] if isinstance(value[0], dict) else None
+    found = value if isinstance(value, list) else [] if info.is_required() and not value else None
+    if found is None or not (info.is_required() or len(found) == 1) or not all(isinstance(one, dict) for one in found):
+        return None
+    return found
+
+
+def _blank_item(info: FieldInfo) -> Json:
+    """Return a new item of a list, with nothing in the fields that it must have."""
+    item = item_of(info)
+    assert item is not None
+    fields = documented_fields(option_classes(item.annotation)[0])
+    return {name: "" for name, each in fields.items() if each.is_required()}
 
 
 def _section(info: FieldInfo, path: str, value: object) -> FieldGroup:
@@ -261,7 +286,7 @@ def apply_edits(base: StartingConfig, mine: Mapping[str, str]) -> EditedForm:
         todo = [each for each in fields.values() if each.structure and mine.get(each.path, each.text) != each.text]
         for each in todo:
             text = kept[each.path] = mine[each.path]
-            if each.info is None or each.path == PROFILE:
+            if each.info is None or each.items is not None or each.path == PROFILE:
                 set_at(data, each.path, each.parse(text))
             else:  # a tag, as an override sets it, which drops the fields that the new member lacks
                 merged, _, problems = merge(data, [f"{each.path}={text}"])

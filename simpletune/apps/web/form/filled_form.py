@@ -39,6 +39,10 @@ from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import ConfigError, Json, Problem, UserError, plural
 
 FOLDER, MODEL, PROMPT, TRIGGER = "data.path", "model.pretrained", "data.prompt", "trigger"
+DIRECTIONS = "concept.directions"
+TOP = (
+    "name", "adapter.method", FOLDER, "data.resolution", "concept.resolutions", MODEL, "objective.name", "train.steps",
+)  # fmt: skip
 SLIDER = "slider"  # the base of a run from prompts alone
 QUOTES = ", without quotes"  # what a message about JSON says, and a field of the form has none
 PLACEHOLDER = "demo:pictures"
@@ -136,6 +140,18 @@ class FilledForm:
     def is_slider(self) -> bool:
         """Whether it trains from prompts alone."""
         return FOLDER not in self.edited.fields
+
+    @property
+    def prompts(self) -> list[str]:
+        """The paths of the prompts that each direction of a slider needs, and of the number of directions."""
+        count = len(self.edited.fields[DIRECTIONS].items or ()) if DIRECTIONS in self.edited.fields else 0
+        own = [f"{DIRECTIONS}.{number}.{name}" for number in range(count) for name in presets.EXAMPLE]
+        return [*own, DIRECTIONS] if count and self.is_slider else []
+
+    @property
+    def top(self) -> tuple[str, ...]:
+        """The paths of the fields that stand above the sections."""
+        return (*TOP, *self.prompts)
 
     @property
     def about(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from simpletune.apps.web.run.matrix import evenly_spaced
 from simpletune.apps.web.run.series import follow
 from simpletune.apps.web.run_state import RunState, state_of
 from simpletune.config.validation_schedule import standard_error
@@ -22,7 +23,7 @@ from simpletune.system.shell import quote_command
 from simpletune.system.stage_timer import Stage
 
 FOLLOWED = ("loss", "lr", "grad_norm", "seconds")
-EVALUATIONS_KEPT = 1000  # rows
+EVALUATIONS_KEPT, EVALUATIONS_SHOWN = 1000, 100  # rows that are read, and those in the chart
 ENDED = {"stopped": "was stopped", "failed": "failed", "killed": "was killed, or its machine went down"}
 
 
@@ -173,13 +174,17 @@ def charts_of(folder: Path, steps: int | None) -> list[str]:
 
 
 def evaluation_lines(folder: Path) -> list[ChartLine]:
-    """Return the validation losses with their standard errors, on held-out or training pictures."""
+    """Return the validation losses with their standard errors, on held-out or training pictures: ``EVALUATIONS_SHOWN``
+    of them, evenly spaced, and the lowest."""
     rows = follow(folder / EVALUATIONS, (), EVALUATIONS_KEPT).recent
     found = [row for row in rows if isinstance(row.get("eval_loss"), int | float)]
     before = read_object(folder / EVALUATION, [], expected=False).get("eval_loss")
     known = any(row["step"] == 0 for row in found) or not isinstance(before, int | float)
     if any(is_start(row) for row in found):  # training begins with it, not with the base
         found = [row for row in found if row["step"] or is_start(row)]
+    lowest = min(range(len(found)), key=lambda number: found[number]["eval_loss"], default=0)
+    shown = {*evenly_spaced(len(found), EVALUATIONS_SHOWN), lowest}
+    found = [row for number, row in enumerate(found) if number in shown]
     dots: list[tuple[float, float]] = [] if known else [(0.0, float(before or 0))]
     errors = [0.0] * len(dots)
     for row in found:
