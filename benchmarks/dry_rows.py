@@ -137,9 +137,9 @@ MORE = {
     "SDXL: full bf16, adamw8bit in backward, checkpoint inputs on the host": Row((*XL, *FULL, *HOST)),
     "SDXL: full bf16, adafactor in backward": Row((*XL, *FULL, *by("adafactor"))),
     "SDXL: full bf16, adamw8bit in backward, streamed": Row((*XL, *FULL, *STREAMED)),
-    # Not klein's LoRA, of which 108 MiB too much are predicted: benchmarks/results/notes.md.
     "FLUX.2 klein: full bf16, adafactor in backward": Row((*KLEIN, *FULL, *by("adafactor"))),
     "FLUX.2 klein: full bf16, adafactor in backward, streamed": Row((*KLEIN, *FULL, *by("adafactor"), *STREAMED)),
+    "FLUX.2 klein: LoRA r16 int8, plan": Row((*KLEIN, *PLAN)),
     "Z-Image: LoRA r16 int8": Row(ZIMAGE),
     "Z-Image: LoRA r16 int8, plan": Row((*ZIMAGE, *PLAN)),
     "Z-Image: LoRA r16 nf4, plan": Row((*ZIMAGE, *PLAN, *NF4)),
