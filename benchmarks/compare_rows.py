@@ -301,6 +301,7 @@ def _levers() -> Named:
     everything = inside | {"resident_blocks": 1, "offload_checkpoint_inputs": True, "keep_attention": "all"}
     yield "update in backward, offloaded", Row("full fine-tuning, everything offloaded", full | {"memory": everything})
     yield "attention by math", Row("another attention kernel", SD3 | {"speed": {"attention": "math"}})
+    yield "graphs", Row("a lever that the CPU ignores", SD3 | {"speed": {"graphs": True}})
 
 
 def _data() -> Named:

@@ -491,6 +491,7 @@ GROUPS: list[Group] = [
         "attention": Row("math", "said"),
         "compile": Row(True, "said"),
         "deterministic": Row(True, "estimate"),
+        "graphs": Row(True, "estimate"),
         "prefetch": Row(False, "Changes no result, and the CPU ignores it: tests/stages/step/test_speed.py."),
         "threads": Row(2, "said"),
     }),
