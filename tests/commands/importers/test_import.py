@@ -26,6 +26,7 @@ from simpletune.config.schema import run_name
 from simpletune.models.families import FAMILIES
 from simpletune.models.flux2.flux2_files import KLEIN
 from simpletune.models.lora_registry import matches_layer
+from simpletune.models.qwen_image.qwen_image_files import FIRST, NEWEST
 from simpletune.models.sd3.sd3_lora import NAMES
 from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.sd15.sd15_option import SD15
@@ -506,7 +507,7 @@ def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
     for name in SCHEDULES:
         assert not imported("kohya", tmp_path, {"lr_scheduler": name}).problems, name
     known = {name for kind in (SD3, SDXL) for name in kind().files.hub_names if not kind(pretrained=name).inpaints}
-    assert set(trainer_tables("simpletuner")["flavours"].values()) == known | {KLEIN}
+    assert set(trainer_tables("simpletuner")["flavours"].values()) == known | {KLEIN, NEWEST, FIRST}
     families = {family.family for family in FAMILIES}
     of_scripts = (trainer_tables(name)["families"].values() for name in ("kohya", "diffusers", "onetrainer"))
     assert {family for each in of_scripts for family in each} <= families

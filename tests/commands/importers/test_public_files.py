@@ -57,7 +57,7 @@ IMPORTED: list[tuple[str, str, Json]] = [
       "train.epochs": 10, "validation.every": None}),
     ("simpletuner/qwen.json", "akuratabot/lora-trainer: config/config.json, shortened",
      {"model.family": "qwen_image", "model.pretrained": "Qwen/Qwen-Image", "adapter.targets": "attention_image",
-      "adapter.rank": 64, "objective.shift": 1.73, "precision.weights": "bf16"}),
+      "adapter.rank": 64, "objective.shift": 1.73, "optimizer.lr": 3e-5}),
     ("onetrainer/xl_lora_old.json", "sangoi-exe/OneTrainer: training_presets/#sdxl 1.0 LoRA.json",
      {"model.family": "sdxl", "adapter.rank": 16, "adapter.conv_rank": 16, "precision.weights": "bf16",
       "train.batch_size": 4, "text": "unset"}),
