@@ -48,6 +48,7 @@ def test_every_strength_is_drawn_from_the_same_noise(slider: Path) -> None:
 
 def test_the_report_has_a_slider_over_them(slider: Path) -> None:
     page = report_at_end(slider).read_text()
+    assert "drawings per second at this pace" in page and "training pictures per second" not in page
     for strength in (-2, -1, 0, 1, 2):
         assert page.count(f'data-strength="{strength}"') == 2
     assert 'data-strengths="-2,-1,0,1,2"' in page and page.count('" hidden>') >= 8

@@ -99,10 +99,11 @@ def headline(run: RunData) -> list[Fact]:
         peak = f"{run.peak_words}, in stage {max(by_stage, key=lambda name: by_stage[name], default='')}"
     pace = "median, without warm-up, validation and saving"
     rate = f"{run.samples_per_second:.3g}" if run.samples_per_second else unknown
+    of_what = "training pictures" if run.config is None or run.config.concept is None else "drawings"
     facts = [
         Fact("Peak of the whole job", format_gib(run.peak) or unknown, peak),
         Fact("Seconds per step", seconds(run.seconds_per_step) or unknown, pace),
-        Fact("Samples per second", rate, "training pictures per second at this pace"),
+        Fact("Samples per second", rate, f"{of_what} per second at this pace"),
     ]
     if run.share is not None:
         trained, total = run.summary["trainable_parameters"], run.summary["total_parameters"]

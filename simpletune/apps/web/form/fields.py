@@ -45,6 +45,7 @@ TITLES = {
     "name": "Name of the run",
     "data.path": "Folder with pictures",
     "data.resolution": "Resolution, px",
+    "concept.directions": "Number of directions",
     "concept.directions.0": "Prompts",
     "concept.directions.0.target": "What changes",
     "concept.directions.0.positive": "Strength 1 moves it towards",
