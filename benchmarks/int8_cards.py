@@ -22,7 +22,7 @@ RECORDED = find_card("L4")  # all of the cards run the same kernels, with the sa
 MODELS: dict[str, tuple[str, tuple[str, ...]]] = {  # checkpointed, as on a card that holds the bf16 base
     "SD3 Medium": ("configs/more/sd3_medium_lora_r16_int8.json", ("memory.modulation=resident",)),
     "SDXL": ("configs/sdxl_lora_12gb.json", ("memory.checkpointing=all",)),
-    "FLUX.2 klein 4B": ("configs/klein_lora_12gb.json", ()),
+    "FLUX.2 klein 4B": ("configs/klein_lora_12gb.json", ("memory.feed_forward=auto",)),
 }
 PLAIN = ("precision.weights=bf16",)
 PRODUCTS = tuple(each for each in INT8_PRODUCTS if "rotation" not in each)

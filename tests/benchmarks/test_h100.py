@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 
 from benchmarks import h100
-from benchmarks.h100 import ALONE, CARD, CARD_OF_RUNS, LAUNCHES, TWINS, is_ours, launch_of, measured_rows, run
+from benchmarks.h100 import (
+    ALONE,
+    CARD,
+    CARD_OF_RUNS,
+    LAUNCHES,
+    SINCE,
+    TWINS,
+    is_ours,
+    launch_of,
+    measured_rows,
+    measured_runs,
+    run,
+)
 from simpletune.estimate.timing.sections import COMPUTE, KernelWork, StreamWork
 
 FOLDER = Path(h100.__file__).parent / "results" / "gpu-h100"
@@ -30,6 +42,8 @@ def test_a_launch_s_seconds_are_those_with_which_the_row_is_predicted() -> None:
 def test_named_and_disturbed_rows_are_those_of_the_committed_ones() -> None:
     rows = {name: row for name, row in measured_rows(FOLDER).items() if is_ours(row)}
     assert len(rows) == 26 and {*LAUNCHES, *TWINS, *TWINS.values()} <= set(rows)
+    assert {*SINCE} <= {*rows, *measured_runs(FOLDER)} and {*ALONE} <= {*measured_runs(FOLDER)}
+    assert not {*LAUNCHES} & {*TWINS, *SINCE}  # they must tell of today's step
     assert all(rows[name]["least"] > 1.2 * rows[twin]["least"] for name, twin in TWINS.items())
 
 
@@ -43,6 +57,7 @@ def test_the_table_counts_neither_the_rows_that_tell_the_launch_nor_disturbed_on
     first, second = (row(h100.step_with(queueing(count), 20e-6).seconds, str(count)) for count in (5000, 9000))
     rows = {
         LAUNCHES[0]: first, LAUNCHES[1]: second, "SD3 LoRA int8": row(9.0, "7000"), "as predicted": row(0.15, "7000"),
+        "SDXL LoKr factor 12 int8": row(8.0, "7000"),
         "compiled": row(1.0, "1", "speed.compile=true"), "diffusers": {"overrides": "LoRA"},
     }  # fmt: skip
     (tmp_path / "rows.json").write_text(json.dumps({"seconds": {"rows": rows}}))
@@ -54,7 +69,7 @@ def test_the_table_counts_neither_the_rows_that_tell_the_launch_nor_disturbed_on
     text = run(tmp_path, 1.0).read_text()
     assert "launches took 31.0 us" in text and "which shared it, 1 are within 25%" in text
     assert text.count("shared the card") == text.partition("## Whole runs on an H200")[2].count("shared the card") == 2
-    assert "with launches of 20.0 us" in text and "**1 of 2 rows are within 25% of the least** (0 by" in text
-    assert "of the 1 that\nnothing is known to have disturbed, 1." in text
+    assert "with launches of 20.0 us" in text and "**1 of 3 rows are within 25% of the least** (0 by" in text
+    assert "of the 1 that\nnothing is known to have disturbed, and" in text and "measured, 1." in text
     assert "diffusers" not in text.partition("|")[2] and "compiled" not in text.partition("|")[2]
     assert "disturbed: *SD3 LoRA int8, plan* queues as much" in text

@@ -75,8 +75,8 @@ def step_in_backward(
     waiting: list[nn.Parameter] = []
 
     def take_later(parameter: nn.Parameter) -> None:
-        if not waiting:
-            Variable._execution_engine.queue_callback(take_waiting)  # at the end of this backward pass
+        if not waiting:  # at the end of this backward pass; from torch 2.15 on torch.autograd.graph.queue_callback
+            Variable._execution_engine.queue_callback(take_waiting)
         waiting.append(parameter)
         if sum(each.numel() for each in waiting) >= TOGETHER:
             take_waiting()
