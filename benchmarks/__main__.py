@@ -54,6 +54,7 @@ GRIDS: dict[str, Grid] = {
     ),
     "int8": Grid("numerical error of int8 products", ("rows", "overrides")),
     "int8_cards": Grid("predicted seconds of steps with and without int8 products and gradients, by card"),
+    "int8_quality": Grid("losses and pictures of runs with int8 products and gradients, three seeds each", JUDGED),
     "convolutions": Grid("seconds and memory of frozen int8 convolutions"),
     "methods": Grid(
         "seconds and predicted memory of other adapters' steps, compared with LoRA's, at SD3 Medium's width"

@@ -1,10 +1,11 @@
 """A long run of a tiny model, watched for what grows (``make soak``).
 
-    python -m benchmarks.soak [--steps N] [--out FOLDER]
+    python -m benchmarks.soak [--steps N] [--out FOLDER] [--folder FOLDER [--minutes N]]
 
 Trains with blocks streamed from the host, validation, checkpoints and two buckets, while ``simpletune web`` shows the
 run to a browser that stays open. At twenty points it looks at both processes and at what they write. Fails if memory,
-descriptors, threads, the page or the report grow from the second quarter of the run to the last.
+descriptors, threads, the page or the report grow from the second quarter of the run to the last. With ``--folder``
+the run is kept, and the next call continues it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
 import os
 import re
 import subprocess
@@ -22,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import psutil
@@ -31,16 +34,17 @@ from benchmarks.tiny_models import tiny_sd3
 from simpletune.apps.web.run_page import PARTS
 from simpletune.apps.web.run_state import last_row
 from simpletune.data.demo import demo_scenes
-from simpletune.runs.folder import METRICS, SUMMARY
+from simpletune.runs.folder import METRICS, SUMMARY, read_rows
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import describe_machine
-from simpletune.system.options import Json
+from simpletune.system.options import Json, UserError
 
 OUT = Path("benchmarks/results/cpu")
 NAME = "soak"
 POINTS = 20
 VALIDATIONS = 160  # more than the page shows
 PERIOD = 2.0  # seconds between two looks at the processes
+STARTS = 600.0  # seconds that the server may take, on a machine that does much else
 # glibc returns freed memory late, by a threshold that it raises to 64 MiB by itself: growth that is none.
 RETURNED = {"MALLOC_TRIM_THRESHOLD_": str(128 * 1024)}
 MIB = 2**20
@@ -111,6 +115,13 @@ class Point:
     """Bytes of metrics.jsonl, by step."""
     folder: float
     """Bytes of the rest of the run's folder, by step."""
+    start: int = 0
+    """The step from which its processes ran: above 0 where a run was continued."""
+
+    @classmethod
+    def of(cls, row: Json) -> Point:
+        """Read a point that was written."""
+        return cls(**row | {who: Watched(**row[who]) for who in ("train", "web")})
 
 
 GROWTH: dict[str, tuple[str, Callable[[Point], float], float, float]] = {
@@ -129,6 +140,8 @@ GROWTH: dict[str, tuple[str, Callable[[Point], float], float, float]] = {
     "folder": ("rest of the run's folder, bytes a step", lambda p: p.folder, 1.0, 0.05),
 }
 """What must not grow: its name, its figure, and how much of it may: a number and a share."""
+FILES = ("page", "report", "metrics", "folder")
+"""Those that last when a run is continued by new processes."""
 
 
 @dataclass
@@ -143,8 +156,21 @@ class Soak:
     def run(self) -> Path:
         return self.folder / "runs" / NAME
 
+    @property
+    def parts(self) -> list[list[Point]]:
+        """The points, by the processes that they were seen in."""
+        return [list(part) for _, part in groupby(self.points, key=lambda point: point.start)]
+
     def write_inputs(self) -> Path:
-        """Write the model, pictures of two shapes, and the configuration."""
+        """Write the model, pictures of two shapes, and the configuration, unless an earlier call did.
+
+        Raises:
+            UserError: the folder holds a run of another length.
+        """
+        if (file := self.folder / "soak.json").exists():
+            if (steps := json.loads(file.read_text())["train"]["steps"]) != self.steps:
+                raise UserError(f"{self.folder} holds a run of {steps:,} steps, not {self.steps:,}. Use another folder")
+            return file
         tiny_sd3.build(self.folder / "model", MODEL, seed=1, dtype="fp32")
         pictures = self.folder / "pictures"
         demo_scenes.write_folder(pictures, demo_scenes.sample_scenes(12, seed=3), seed=3, pixels=64)
@@ -160,56 +186,77 @@ class Soak:
         options["train"]["steps"] = self.steps
         options["checkpoint"]["every"] = options["validation"]["every"] = every
         options["output"] = {name: str(self.folder / name) for name in ("runs", "profiles", "cache")}
-        write_json(file := self.folder / "soak.json", options)
+        write_json(file, options)
         return file
 
-    def watch(self) -> None:
-        """Train and look; raises RuntimeError if the run fails."""
-        config = self.write_inputs()
+    def watch(self, minutes: float = math.inf) -> bool:
+        """Train and look, and continue what an earlier call began; False if the time is over before the run.
+
+        Raises:
+            RuntimeError: the run fails.
+        """
+        until = time.monotonic() + 60 * minutes
+        config, begun, since = self.write_inputs(), self.step(), (0, 0.0)
+        seen_before = self.folder / "points.jsonl"
+        self.points = [Point.of(row) for row in read_rows(seen_before)]
         with ExitStack() as stack:
-            trains = stack.enter_context(started("train", str(config), log=self.folder / "train.log"))
+            trains = stack.enter_context(
+                started("train", str(config), "--resume", "auto", log=self.folder / "train.log")
+            )
             serves = stack.enter_context(
                 started("web", "--runs", str(self.run.parent), "--port", "0", log=self.folder / "web.log")
             )
             browser = stack.enter_context(Browser(self.folder / "web.log"))
-            training, serving, used = psutil.Process(trains.pid), psutil.Process(serves.pid), 0.0
+            training, serving = psutil.Process(trains.pid), psutil.Process(serves.pid)
             seen = Watched(), Watched()
             while trains.poll() is None:
+                if time.monotonic() > until:
+                    return False
                 for process, watched in zip((training, serving), seen, strict=True):
                     watched.look(process)
-                step = int(last_row(self.run / METRICS).get("step", 0))
+                step, used = self.step(), sum(training.cpu_times()[:2])
                 last = self.points[-1].step if self.points else 0
-                if step - last >= self.steps / POINTS and step < self.steps:  # the last one writes the result
-                    times = training.cpu_times()
-                    took, used = times.user + times.system - used, times.user + times.system
+                if not since[0] and step > begun:  # the start is no step
+                    since = step, used
+                elif since[0] and step - last >= self.steps / POINTS and since[0] < step < self.steps:
                     for process, watched in zip((training, serving), seen, strict=True):
                         watched.look_back(process)
-                    self.points.append(self._point(step, took / (step - last), seen, browser))
-                    seen = Watched(), Watched()
+                    seconds = (used - since[1]) / (step - since[0])
+                    self.points.append(self._point(step, seconds, seen, browser, begun))
+                    with seen_before.open("a") as file:
+                        file.write(json.dumps(asdict(self.points[-1])) + "\n")
+                    seen, since = (Watched(), Watched()), (step, used)
                 time.sleep(min(PERIOD, self.steps / POINTS / 100))
             if trains.returncode or not (self.run / SUMMARY).exists():
                 raise RuntimeError(f"the run ended with {trains.returncode}: {(self.folder / 'train.log').read_text()}")
+        return True
 
-    def _point(self, step: int, seconds: float, seen: tuple[Watched, Watched], browser: Browser) -> Point:
+    def step(self) -> int:
+        """Return the last step that was recorded."""
+        return int(last_row(self.run / METRICS).get("step", 0))
+
+    def _point(self, step: int, seconds: float, seen: tuple[Watched, Watched], browser: Browser, start: int) -> Point:
         report = self.folder / "report.html"
         subprocess.run([sys.executable, "-m", "simpletune", "report", str(self.run), "--out", str(report)], check=True,
                        stdout=subprocess.DEVNULL)  # fmt: skip
         metrics = (self.run / METRICS).stat().st_size
         files = [file for file in self.run.rglob("*") if file.is_file() and not file.is_symlink()]
         rest = sum(size_of(file) for file in files) - metrics
-        point = Point(step, seconds, *seen, browser.page(), report.stat().st_size, metrics / step, rest / step)
+        point = Point(step, seconds, *seen, browser.page(), report.stat().st_size, metrics / step, rest / step, start)
         print(json.dumps(asdict(point)), flush=True)
         return point
 
     def grown(self) -> list[str]:
-        """Name what grew from the second quarter to the last."""
-        quarter = len(self.points) // 4
-        if not quarter:
-            return [f"only {len(self.points)} points were seen, too few to tell: use more steps"]
+        """Name what grew from the second quarter to the last; what processes take, while the same ones ran."""
+        same = max(self.parts, key=len, default=[])
+        if len(same) < 4:
+            return [f"only {len(same)} points were seen, too few to tell: use more steps"]
         found = []
         for what, (_, figure, more, share) in GROWTH.items():
-            before = max(figure(point) for point in self.points[quarter : 2 * quarter])
-            after = max(figure(point) for point in self.points[-quarter:])
+            points = self.points if what in FILES else same
+            quarter = len(points) // 4
+            before = max(figure(point) for point in points[quarter : 2 * quarter])
+            after = max(figure(point) for point in points[-quarter:])
             if after > before + max(more, share * before):
                 found.append(f"{what}: from {before:,.1f} to {after:,.1f}")
         return found
@@ -233,7 +280,7 @@ def started(*words: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(300)
 
 
 class Browser:
@@ -243,7 +290,10 @@ class Browser:
         self._log = log
 
     def __enter__(self) -> Browser:
+        until = time.monotonic() + STARTS
         while not (found := re.search(r"http://([\d.]+):(\d+)", self._log.read_text())):
+            if time.monotonic() > until:
+                raise RuntimeError(f"the page's server does not answer: {self._log.read_text()}")
             time.sleep(0.2)
         self._address = found[1], int(found[2])
         threading.Thread(target=self._listen, daemon=True).start()
@@ -278,8 +328,11 @@ def page_of(soak: Soak, began: float) -> str:
         rows[f"{point.step:,}"] = {what: f"{value:,.0f}" for what, value in figures.items()}
     grown = soak.grown()
     verdict = "Grown from the second quarter to the last: " + "; ".join(grown) if grown else "Nothing has grown."
-    minutes = f"{(time.monotonic() - began) / 60:.0f} min"
-    lines = ["# A long run", "", ABOUT, "", *listed("make soak", describe_machine() | {"time": minutes}), "", verdict]
+    starts = [f"{part[0].start:,}" for part in soak.parts[1:]]
+    if starts:
+        verdict += f" Continued at step {', '.join(starts)}: processes are compared in the longest part."
+    took = {"time": f"{(time.monotonic() - began) / 60:.0f} min"} if not starts else {}
+    lines = ["# A long run", "", ABOUT, "", *listed("make soak", describe_machine() | took), "", verdict]
     return "\n".join([*lines, "", *table(columns, rows)]) + "\n"
 
 
@@ -297,11 +350,23 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000, help="length of the run (default: 20,000)")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the page (default: {OUT})")
+    parser.add_argument("--folder", type=Path, help="keep the run there, or continue the one that is there")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then; the same command continues")
     args = parser.parse_args(argv)
+    if args.folder is None and args.minutes < math.inf:
+        parser.error("--minutes needs --folder, where the run is kept")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="soak-") as place:
-        soak = Soak(Path(place), args.steps)
-        soak.watch()
+    with ExitStack() as stack:
+        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        soak = Soak(folder.resolve(), args.steps)
+        try:
+            ended = soak.watch(args.minutes)
+        except UserError as error:
+            parser.error(str(error))
+        if not ended:
+            print(f"stopped at step {soak.step():,} of {args.steps:,}; the same command continues")
+            return 1
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "soak.md").write_text(page_of(soak, began), encoding="utf-8")
     print("\n".join(soak.grown()) or "nothing has grown")

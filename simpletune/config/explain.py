@@ -71,7 +71,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "speed", f"attention {config.speed.attention}, {ahead}{more}"
     steps = plural(train.epochs, "epoch") if train.epochs else plural(config.steps(1), "step")
     batch = train.micro_batch * train.accumulation
-    portion = f"up to {plural(batch, 'picture')}" if batch > 1 else "1 picture"
+    item = "picture" if config.concept is None else "drawing"
+    portion = f"up to {plural(batch, item)}" if batch > 1 else f"1 {item}"
     yield "runs", f"{steps} of {portion}, seed {train.seed}, device {config.device}"
     optimizer, schedule = config.optimizer, config.schedule
     warm = f" after {plural(schedule.warmup_steps, 'warm-up step')}" if schedule.warmup_steps else ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,30 @@ def test_what_is_larger_in_the_last_quarter_than_in_the_second_has_grown(last: P
     assert (told or "Nothing has grown.") in page and "| 20,000 | " in page
 
 
+def test_what_processes_take_is_compared_within_the_longest_part_of_a_continued_run() -> None:
+    smaller = replace(FLAT, train=Watched(500.0, 600.0, 5, 3))
+    before, after = [replace(smaller, step=step) for step in range(1, 10)], replace(FLAT, start=9)
+    watched = Soak(Path(), 20, before + [replace(after, step=step) for step in range(10, 20)])
+    assert watched.grown() == []
+    assert "Continued at step 9: processes are compared in the longest part." in page_of(watched, 0.0)
+    watched.points[-1] = replace(watched.points[-1], train=Watched(590.0, 660.0, 5, 3), report=1_100_000)
+    assert watched.grown() == ["memory: from 560.0 to 590.0", "report: from 976.6 to 1,074.2"]
+
+
+def test_a_point_is_read_as_it_was_written() -> None:
+    assert Point.of(json.loads(json.dumps(asdict(FLAT)))) == FLAT
+
+
+def test_a_kept_run_of_another_length_is_not_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "soak.json").write_text('{"train": {"steps": 24}}')
+    with pytest.raises(SystemExit):
+        soak.main(["--steps", "30", "--folder", str(tmp_path)])
+    assert "holds a run of 24 steps, not 30. Use another folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        soak.main(["--minutes", "1"])
+    assert "--minutes needs --folder" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_short_run_is_watched_from_its_start_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -64,7 +89,11 @@ def test_a_short_run_is_watched_from_its_start_to_its_end(
     """Which is too short to say what grows."""
     for name, value in {"POINTS": 4, "VALIDATIONS": 4, "PERIOD": 0.2}.items():
         monkeypatch.setattr(soak, name, value)
-    soak.main(["--steps", "24", "--out", str(tmp_path)])
+    words = ["--steps", "24", "--out", str(tmp_path), "--folder", str(tmp_path / "kept")]
+    assert soak.main([*words, "--minutes", "0"]) == 1
+    assert not (tmp_path / "soak.md").exists()
+    assert "at step 0 of 24; the same command continues" in capsys.readouterr().out
+    soak.main(words)
     page = (tmp_path / "soak.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if re.match(r"\| [1-9]", line)]
     assert 1 <= len(rows) <= 4 and all(len(row) == 14 for row in rows)
