@@ -29,6 +29,11 @@ GRIDS: dict[str, Grid] = {
         ("rows", "card", "predict"),
     ),
     "host": Grid("processor seconds of a step on the host, by cause, beside diffusers and peft, on a simulated card"),
+    "graphs": Grid(
+        "passes replayed as CUDA graphs beside plain ones: bits, seconds, memory; then streamed weights whose copies "
+        "are late; needs a GPU",
+        ("rows", "overrides"),
+    ),
     "h100": Grid("seconds of the steps measured on an H100, predicted again with the launches of its host"),
     "peaks": Grid(
         "peak memory that a peer measured, beside ours predicted and diffusers with peft on a simulated card"

@@ -19,6 +19,7 @@ UNET = ("model.family=sd15", "adapter.rank=8", *PX512)
 FULL_UNET = ("model.family=sd15", *FULL, *PX512)
 XL = ("model.family=sdxl",)
 KLEIN = ("model.family=klein",)
+GRAPHS = ("speed.graphs=true", "data.aspect=square")  # of one size
 ZIMAGE = ("model.family=zimage",)
 # From prompts alone, at the side of the shipped sliders.
 SLIDER = (
@@ -125,6 +126,9 @@ MORE = {
     "SDXL: LoRA r16 nf4": Row((*XL, *NF4)),
     "SDXL: LoRA r16 bf16": Row((*XL, *BF16)),
     "SDXL: LoRA r16 bf16, no checkpointing": Row((*XL, *BF16, *UNCHECKED)),
+    "LoRA r16 int8, plan, graphs": Row((*PLAN, *GRAPHS)),
+    "LoRA r16 bf16, graphs, no checkpointing": Row((*BF16, *UNCHECKED, *GRAPHS)),
+    "SDXL: LoRA r16 bf16, graphs, no checkpointing": Row((*XL, *BF16, *UNCHECKED, *GRAPHS)),
     "SDXL: LoRA r16 int8, streamed": Row((*XL, *STREAMED)),
     "SDXL: LoRA r16 int8, small states, streamed, checkpoint inputs on the host": Row(
         (*XL, *SMALL, *STREAMED, *HOST)

@@ -68,6 +68,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "memory", ", ".join(_memory(config))
     ahead = "prefetches batches on a GPU" if config.speed.prefetch else "does not prefetch batches"
     more = ", compiles blocks" * config.speed.compile + ", deterministic" * config.speed.deterministic
+    more += ", replays passes as CUDA graphs" * (config.speed.graphs is True)
     yield "speed", f"attention {config.speed.attention}, {ahead}{more}"
     steps = plural(train.epochs, "epoch") if train.epochs else plural(config.steps(1), "step")
     batch = train.micro_batch * train.accumulation
