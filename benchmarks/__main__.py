@@ -29,6 +29,11 @@ GRIDS: dict[str, Grid] = {
         ("rows", "card", "predict"),
     ),
     "host": Grid("processor seconds of a step on the host, by cause, beside diffusers and peft, on a simulated card"),
+    "graphs": Grid(
+        "passes replayed as CUDA graphs beside plain ones: bits, seconds, memory; then streamed weights whose copies "
+        "are late; needs a GPU",
+        ("rows", "overrides"),
+    ),
     "h100": Grid("seconds of the steps measured on an H100, predicted again with the launches of its host"),
     "peaks": Grid(
         "peak memory that a peer measured, beside ours predicted and diffusers with peft on a simulated card"
@@ -54,6 +59,7 @@ GRIDS: dict[str, Grid] = {
     ),
     "int8": Grid("numerical error of int8 products", ("rows", "overrides")),
     "int8_cards": Grid("predicted seconds of steps with and without int8 products and gradients, by card"),
+    "int8_quality": Grid("losses and pictures of runs with int8 products and gradients, three seeds each", JUDGED),
     "convolutions": Grid("seconds and memory of frozen int8 convolutions"),
     "methods": Grid(
         "seconds and predicted memory of other adapters' steps, compared with LoRA's, at SD3 Medium's width"

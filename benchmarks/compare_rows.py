@@ -72,6 +72,7 @@ SD2: Json = SD15 | {"model": {"family": "sd15", "pretrained": f"{INPUTS}/sd2"}}
 SDXL: Json = SD15 | {"model": {"family": "sdxl", "pretrained": f"{INPUTS}/sdxl"}}
 KLEIN: Json = SD15 | {"model": {"family": "klein", "pretrained": f"{INPUTS}/klein", "text_length": 64}}
 ZIMAGE: Json = SD15 | {"model": {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64}}
+QWEN: Json = SD15 | {"model": {"family": "qwen_image", "pretrained": f"{INPUTS}/qwen_image", "text_length": 64}}
 
 
 def rows() -> dict[str, Row]:
@@ -86,6 +87,7 @@ def rows() -> dict[str, Row]:
         _unets,
         _klein,
         _zimage,
+        _qwen_image,
         _concepts,
         _levers,
         _data,
@@ -257,6 +259,14 @@ def _zimage() -> Named:
     yield "zimage, full", Row("Z-Image from scratch", ZIMAGE | {"model": started, "adapter": FULL, "optimizer": SLOW})
 
 
+def _qwen_image() -> Named:
+    yield "qwen_image, LoRA", Row("Qwen-Image", QWEN | {"train": {"steps": 2, "batch_size": 2}}, draws=True)
+    lean = {"modulation": "plan", "checkpointing": "all", "resident_blocks": 1, "host_weights": "mapped"}
+    yield "qwen_image, int8", Row("Qwen-Image", QWEN | {"precision": INT8, "memory": lean})
+    started: Json = {"family": "qwen_image", "pretrained": f"{INPUTS}/qwen_image", "text_length": 64, "init": "random"}
+    yield "qwen_image, full", Row("Qwen-Image, new", QWEN | {"model": started, "adapter": FULL, "optimizer": SLOW})
+
+
 def _concepts() -> Named:
     direction = {"target": "a circle", "positive": "a large circle", "negative": "a small circle"}
     concept: Json = {"directions": [direction], "resolutions": [32], "drawing_steps": 3}
@@ -291,6 +301,7 @@ def _levers() -> Named:
     everything = inside | {"resident_blocks": 1, "offload_checkpoint_inputs": True, "keep_attention": "all"}
     yield "update in backward, offloaded", Row("full fine-tuning, everything offloaded", full | {"memory": everything})
     yield "attention by math", Row("another attention kernel", SD3 | {"speed": {"attention": "math"}})
+    yield "graphs", Row("a lever that the CPU ignores", SD3 | {"speed": {"graphs": True}})
 
 
 def _data() -> Named:

@@ -19,6 +19,7 @@ UNET = ("model.family=sd15", "adapter.rank=8", *PX512)
 FULL_UNET = ("model.family=sd15", *FULL, *PX512)
 XL = ("model.family=sdxl",)
 KLEIN = ("model.family=klein",)
+GRAPHS = ("speed.graphs=true", "data.aspect=square")  # of one size
 ZIMAGE = ("model.family=zimage",)
 # From prompts alone, at the side of the shipped sliders.
 SLIDER = (
@@ -125,6 +126,9 @@ MORE = {
     "SDXL: LoRA r16 nf4": Row((*XL, *NF4)),
     "SDXL: LoRA r16 bf16": Row((*XL, *BF16)),
     "SDXL: LoRA r16 bf16, no checkpointing": Row((*XL, *BF16, *UNCHECKED)),
+    "LoRA r16 int8, plan, graphs": Row((*PLAN, *GRAPHS)),
+    "LoRA r16 bf16, graphs, no checkpointing": Row((*BF16, *UNCHECKED, *GRAPHS)),
+    "SDXL: LoRA r16 bf16, graphs, no checkpointing": Row((*XL, *BF16, *UNCHECKED, *GRAPHS)),
     "SDXL: LoRA r16 int8, streamed": Row((*XL, *STREAMED)),
     "SDXL: LoRA r16 int8, small states, streamed, checkpoint inputs on the host": Row(
         (*XL, *SMALL, *STREAMED, *HOST)
@@ -133,9 +137,9 @@ MORE = {
     "SDXL: full bf16, adamw8bit in backward, checkpoint inputs on the host": Row((*XL, *FULL, *HOST)),
     "SDXL: full bf16, adafactor in backward": Row((*XL, *FULL, *by("adafactor"))),
     "SDXL: full bf16, adamw8bit in backward, streamed": Row((*XL, *FULL, *STREAMED)),
-    # Not klein's LoRA, of which 108 MiB too much are predicted: benchmarks/results/notes.md.
     "FLUX.2 klein: full bf16, adafactor in backward": Row((*KLEIN, *FULL, *by("adafactor"))),
     "FLUX.2 klein: full bf16, adafactor in backward, streamed": Row((*KLEIN, *FULL, *by("adafactor"), *STREAMED)),
+    "FLUX.2 klein: LoRA r16 int8, plan": Row((*KLEIN, *PLAN)),
     "Z-Image: LoRA r16 int8": Row(ZIMAGE),
     "Z-Image: LoRA r16 int8, plan": Row((*ZIMAGE, *PLAN)),
     "Z-Image: LoRA r16 nf4, plan": Row((*ZIMAGE, *PLAN, *NF4)),

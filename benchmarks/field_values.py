@@ -29,6 +29,7 @@ CONCEPT: Json = SD3 | {"data": None, "concept": {"directions": [SLIDER], "resolu
 SDXL: Json = SD15 | {"model": {"family": "sdxl", "pretrained": f"{INPUTS}/sdxl"}}
 KLEIN: Json = SD15 | {"model": {"family": "klein", "pretrained": f"{INPUTS}/klein", "text_length": 64}}
 ZIMAGE: Json = SD15 | {"model": {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64}}
+QWEN: Json = SD15 | {"model": {"family": "qwen_image", "pretrained": f"{INPUTS}/qwen_image", "text_length": 64}}
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def tags() -> Iterator[Group]:
         yield Group(owner, "", SD3, {name: Row(default, "The default, beside which the others are compared.")})
     for owner, data in (("Table", table), ("Stream", stream), ("MultiSource", several)):
         yield Group(owner, "data", SD3, {"source": Row(data, "plan")})
-    for owner, base in (("SD15", SD15), ("SDXL", SDXL), ("Klein", KLEIN), ("ZImage", ZIMAGE)):
+    for owner, base in (("SD15", SD15), ("SDXL", SDXL), ("Klein", KLEIN), ("ZImage", ZIMAGE), ("QwenImage", QWEN)):
         yield Group(owner, "model", SD3 | {"data": base["data"]}, {"family": Row(base["model"], "loss")})
     for owner in ("Dora", "Full", "Partial", "Lokr", "Loha", "Oft"):
         yield Group(owner, "adapter", SD3, {"method": Row({"method": owner.lower()}, "file")})
@@ -225,6 +226,16 @@ GROUPS: list[Group] = [
         "text_encoders": Row(f"{INPUTS}/zimage_other", "loss"),
         "text_length": Row(32, "loss"),
         "turbo": Row(True, "Decides how pictures are drawn by default: tests/models/zimage/test_zimage_files.py."),
+    }),
+    Group("QwenImage", "model", QWEN, {
+        "pretrained": Row(f"{INPUTS}/qwen_image_other", "loss"),
+        "revision": Row("main", "Names what is downloaded from the Hub; a folder has one version."),
+        "init": Row("random", "loss", {"adapter": FULL, "optimizer": SLOW}),
+        "loras": Row([START], "loss"),
+        "transformer": Row(f"{INPUTS}/qwen_image_other", "loss"),
+        "vae": Row(f"{INPUTS}/qwen_image_other", "loss"),
+        "text_encoders": Row(f"{INPUTS}/qwen_image_other", "loss"),
+        "text_length": Row(16, "loss"),
     }),
     Group("Source", "data", SD3, FOLDER),
     Group("Source", "data", SD15, {
@@ -469,6 +480,8 @@ GROUPS: list[Group] = [
         "crop_positions": Row(False, "estimate"),
         "modulation": Row("plan", "estimate"),
         "modulation_window": Row(3, "estimate", {"memory.modulation": "plan"}),
+        "host_weights": Row("mapped", "Moves the same numbers: tests/models/qwen_image/test_qwen_image_training.py.",
+                            {"memory.modulation": "plan", "precision": INT8}),
         "cache_quantised": Row(False, "file", {"precision": INT8, "output.cache": OWN}),
         "optimizer_in_backward": Row(True, "estimate",
                                      {"adapter": FULL, "optimizer": SLOW, "train.clip": "per_parameter"}),
@@ -478,6 +491,7 @@ GROUPS: list[Group] = [
         "attention": Row("math", "said"),
         "compile": Row(True, "said"),
         "deterministic": Row(True, "estimate"),
+        "graphs": Row(True, "estimate"),
         "prefetch": Row(False, "Changes no result, and the CPU ignores it: tests/stages/step/test_speed.py."),
         "threads": Row(2, "said"),
     }),

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.dry import LAUNCHER
 from benchmarks.dry_rows import UNCHECKED, UNET, XL
-from benchmarks.memory import BF16, NF4, config_of
+from benchmarks.memory import BF16, NF4, PLAN, config_of
 from benchmarks.table import Results, describe_machine
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.timing.datasheet import HOST
@@ -28,11 +28,15 @@ from simpletune.system.options import Json, UserError
 STEPS = 25
 PRODUCTS = ("precision.products=int8", "precision.input_gradient=int8")
 OURS = {"bf16": BF16, "int8": (), "nf4": NF4, "int8_products": PRODUCTS}  # contenders whose steps are predicted
+STEPPED = OURS | {"plan": PLAN}  # and those that are only measured
+REPLAYED = {f"{name}_graphs": (*STEPPED[name], "speed.graphs=true") for name in ("bf16", "int8", "nf4", "plan")}
+STEPPED |= REPLAYED  # passes replayed as CUDA graphs
 THEIRS = ("diffusers", "diffusers_fp32")
 TOWARDS = 0.1  # how strongly a fit is drawn to the constants it replaces, which few rows separate
 CONTENDERS = {
-    "bf16": "bf16", "int8": "int8", "nf4": "nf4", "int8_products": "int8 products", "diffusers": "diffusers + peft",
-    "diffusers_fp32": "the same, fp32 LoRA",
+    "bf16": "bf16", "bf16_graphs": "bf16 replayed", "int8": "int8", "int8_graphs": "int8 replayed", "nf4": "nf4",
+    "nf4_graphs": "nf4 replayed", "plan": "int8 with the plan", "plan_graphs": "the same replayed",
+    "int8_products": "int8 products", "diffusers": "diffusers + peft", "diffusers_fp32": "the same, fp32 LoRA",
 }  # fmt: skip
 CAUSES = {
     "lora": "LoRA layers", "recompute": "second passes", "operators": "own operators",
@@ -47,12 +51,14 @@ Processor seconds of a step on the host, the smallest of {STEPS}; batch 1, SD3 M
 at 512 px with rank 8, SDXL at 1024 px with rank 16 and with LoKr of factor 12, on attention. No hardware: torch's CUDA
 build over a stub of the CUDA runtime, on which kernels take no time. The driver's part of a launch is not in it (2 to
 3 us each on a real one), nor is cuDNN's of a convolution. All contenders take their steps in turn in one process. *int8
-products*: the input's gradient in int8, too. *diffusers + peft*: the model of diffusers in bf16
-under autocast, PEFT's LoRA in bf16 as diffusers' examples leave it, or in fp32 as ours is, AdamW, clipping. The
+products*: the input's gradient in int8, too. *Replayed*: with `speed.graphs=true`, without the driver's part of a
+graph's launch; [nodes and memory](../dry-h100/graphs.md). *diffusers + peft*: the model of diffusers in bf16 under
+autocast, PEFT's LoRA in bf16 as diffusers' examples leave it, or in fp32 as ours is, AdamW, clipping. The
 causes are of the bf16 row with timers in it, each without those within it; *LoRA layers* include the products with
 their frozen weights, *second passes* are the recomputation of checkpointed blocks and its books, *all else* is mostly
 torch and diffusers.
 *Launches*: of torch's own kernels and Triton's, without cuBLAS's."""
+PLAIN = ("bf16", "int8", *THEIRS)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Row:
     """A model, whether its blocks are checkpointed, and who takes its steps."""
 
     overrides: tuple[str, ...] = ()
-    contenders: tuple[str, ...] = ("bf16", "int8", *THEIRS)
+    contenders: tuple[str, ...] = PLAIN
 
     @property
     def checkpoints(self) -> bool:
@@ -70,19 +76,19 @@ class Row:
 CHECKED = ("memory.checkpointing=all",)
 LOKR = ("adapter.method=lokr", "adapter.factor=12", "adapter.targets=attention")
 ROWS = {
-    "SD3 Medium, checkpointed": Row((), (*OURS, *THEIRS)),
-    "SD3 Medium, not checkpointed": Row(UNCHECKED),
+    "SD3 Medium, checkpointed": Row((), (*STEPPED, *THEIRS)),
+    "SD3 Medium, not checkpointed": Row(UNCHECKED, (*PLAIN, "bf16_graphs")),
     "SD 1.5, checkpointed": Row(UNET),
-    "SD 1.5, not checkpointed": Row((*UNET, *UNCHECKED)),
-    "SDXL, checkpointed": Row((*XL, *CHECKED), ("bf16", "int8")),
+    "SD 1.5, not checkpointed": Row((*UNET, *UNCHECKED), (*PLAIN, "bf16_graphs")),
+    "SDXL, checkpointed": Row((*XL, *CHECKED), ("bf16", "bf16_graphs", "int8")),
     "SDXL, not checkpointed": Row((*XL, *UNCHECKED), ("bf16", "int8")),
-    "SDXL LoKr, not checkpointed": Row((*XL, *LOKR, *UNCHECKED), ("bf16",)),
+    "SDXL LoKr, not checkpointed": Row((*XL, *LOKR, *UNCHECKED), ("bf16", "bf16_graphs")),
 }
 
 
 def overrides_of(row: Row, contender: str) -> tuple[str, ...]:
     """Overrides of the memory grid's baseline, which is int8; others' steps are in bf16."""
-    return (*row.overrides, *OURS.get(contender, BF16))
+    return (*row.overrides, *STEPPED.get(contender, BF16))
 
 
 def run(folder: Path, minutes: float, only: str = "") -> Path:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from benchmarks import memory
 from benchmarks.diffusers_training import TARGETS
-from benchmarks.host import OURS, STEPS, Row, overrides_of
+from benchmarks.host import REPLAYED, STEPPED, STEPS, Row, overrides_of
 from simpletune.adapters.methods.lora import Lora
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import replace_attribute
@@ -41,6 +41,7 @@ class Ours:
 
     def __init__(self, row: Row, contender: str):
         from simpletune.stages.load import empty_base
+        from simpletune.stages.step.replay import graphs_of
         from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
         from simpletune.stages.step.train_step import assemble
 
@@ -48,6 +49,7 @@ class Ours:
         side = config.resolution
         model = empty_base(config.model, config.memory, config.precision, CUDA, [(side, side)])
         self.core = assemble(config, model, SingleProcess(CUDA))
+        self.core.graphs = graphs_of(self.core)
         self._batches = SyntheticBatches(config, self.core, device=CUDA)
         model.train()
 
@@ -204,7 +206,7 @@ def measure(row: Row) -> Json:
     """Take the contenders' steps in turn."""
     plain = memory.config_of(overrides_of(row, "bf16"))
     steps: dict[str, Step] = {
-        name: Ours(row, name) if name in OURS else theirs(plain, wide=name == "diffusers_fp32")
+        name: Ours(row, name) if name in STEPPED else theirs(plain, wide=name == "diffusers_fp32")
         for name in row.contenders
     }
     for step in steps.values():
@@ -213,6 +215,9 @@ def measure(row: Row) -> Json:
     gc.collect()
     gc.freeze()  # the collector would visit every module of four models in each step
     found: dict[str, list[float]] = {name: [] for name in steps}
+    for name in REPLAYED.keys() & steps.keys():
+        graphs = steps[name].core.graphs  # type: ignore[attr-defined]
+        assert graphs is not None and graphs.off is None, f"{name}: {graphs and graphs.off}"
     core = core_seconds()
     for _ in range(STEPS):
         for name, step in steps.items():

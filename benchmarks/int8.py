@@ -119,12 +119,17 @@ def grid(overrides: list[str]) -> dict[str, Callable[[], dict[str, Any]]]:
             rows[f"rotation: {name} {list(shape)}, {kind}"] = partial(in_table, drawn)
     for group in int8_rotation.GROUPS:
         rows[f"rotation: {group}, embedded"] = partial(in_table, partial(int8_rotation.embedded_row, group))
+    for model, layers in int8_rotation.OTHERS.items():
+        for name, shape in layers.items():
+            for kind in ("normal", "outliers"):
+                drawn = partial(int8_rotation.other_row, shape, kind, OUTLIERS)
+                rows[f"{model}: {name} {list(shape)}, {kind}"] = partial(in_table, drawn, int8_rotation.OTHER_TABLE)
     return rows
 
 
-def in_table(measure: Callable[[], Mapping[str, float | str]]) -> dict[str, Any]:
-    """Measure a row of the table of rotations."""
-    return {"table": int8_rotation.TABLE, **measure()}
+def in_table(measure: Callable[[], Mapping[str, float | str]], table: str = int8_rotation.TABLE) -> dict[str, Any]:
+    """Measure a row of a further table."""
+    return {"table": table, **measure()}
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -171,4 +176,5 @@ def run(folder: Path, minutes: float, only: str, overrides: list[str]) -> Path:
     if base:
         draw(results.rows, results.stem.with_suffix(".png"))
     more = {ONE: ERRORS, int8_rotation.TABLE: int8_rotation.COLUMNS}
+    more |= {int8_rotation.OTHER_TABLE: int8_rotation.OTHER_COLUMNS}
     return results.write_table("int8 products: losses and errors", ABOUT, describe_machine(), more)

@@ -30,12 +30,30 @@ ABOUT = """\
 *Rotation*: the same errors with `precision.rotation` none and hadamard; of the weight itself (*weights*) and of the
 product. *normal* and *outliers* as above; *heavy tails*: weights and activations follow Student's t with 4 degrees of
 freedom. *embedded*: the tiny SD3's own weights and its activations in one micro-batch of the demo's run (8 pictures),
-the mean over its layers of a kind, and in brackets the worst layer."""
+the mean over its layers of a kind, and in brackets the worst layer.
+
+*Layers of other models*: the same at the sizes of their layers, with 64 rows and against fp32."""
 GROUPS = {
     "q, k, v": r"attn2?\.(to_[qkv]|add_[qkv]_proj)$", "out": r"attn2?\.(to_out\.0|to_add_out)$",
     "up": r"ff(_context)?\.net\.0\.proj$", "down": r"ff(_context)?\.net\.2$",
     "modulation": r"norm1(_context)?\.linear$",
 }  # fmt: skip
+OTHERS: dict[str, dict[str, tuple[int, int]]] = {  # kinds of layers of other models, [o, i]
+    "SDXL": {
+        "q, k, v, out": (1280, 1280), "k, v of the text": (1280, 2048), "up": (10240, 1280), "down": (1280, 5120),
+    },
+    "klein 4B": {
+        "q, k, v, out": (3072, 3072), "up": (18432, 3072), "down": (3072, 9216), "q, k, v, up in one": (27648, 3072),
+        "out, down in one": (3072, 12288),
+    },
+    "Z-Image": {"q, k, v, out": (3840, 3840), "up": (10240, 3840), "down": (3840, 10240), "modulation": (15360, 256)},
+}  # fmt: skip
+OTHER_TABLE = "Layers of other models"
+OTHER_COLUMNS = {
+    "what": "[o, i], values", "weights": "weights int8", "weights_rotated": "rotated", "both": "weights and rows int8",
+    "both_rotated": "rotated", "gradient": "input gradient, both int8", "gradient_rotated": "rotated",
+}  # fmt: skip
+OTHER_ROWS = 64
 Errors = dict[str, float]
 
 
@@ -80,6 +98,33 @@ def drawn_row(shape: tuple[int, int], kind: str, rows: int, outliers: int) -> Er
     if kind == "outliers":
         x[:, torch.randperm(inputs, generator=generator)[:outliers]] *= 30
     return errors(x, weight)
+
+
+@torch.no_grad()
+def other_row(shape: tuple[int, int], kind: str, outliers: int) -> Errors:
+    """Measure the errors of a large layer's int8 product and input gradient with each rotation, normal or outliers."""
+    outputs, inputs = shape
+    generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(inputs, outputs, bias=False)
+    weight = linear.weight.normal_(generator=generator)
+    x, grad_y = (torch.randn(OTHER_ROWS, width, generator=generator) for width in (inputs, outputs))
+    if kind == "outliers":
+        x[:, torch.randperm(inputs, generator=generator)[:outliers]] *= 30
+    exact, exact_gradient = x @ weight.t(), grad_y @ weight
+    found: Errors = {}
+    for turn, suffix in TURNS.items():
+        int8 = Int8Linear.from_linear(linear, torch.float32, turn)
+        given = x.requires_grad_()
+        with torch.enable_grad():
+            own = (*shared_rows(given, int8.block), int8.weight, int8.scale, None, True, int8.block)
+            product = Int8Product.apply(given, *own)
+            (gradient,) = torch.autograd.grad(product, given, grad_y)
+        found |= {
+            f"weights{suffix}": 100 * float((int8.dequantise() - weight).norm() / weight.norm()),
+            f"both{suffix}": relative(product, exact),
+            f"gradient{suffix}": relative(gradient, exact_gradient),
+        }
+    return found
 
 
 def embedded_row(group: str) -> dict[str, str]:

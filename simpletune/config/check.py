@@ -323,7 +323,15 @@ def _fp16_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _offload_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Check what block offload requires."""
+    """Check what block offload requires, and weights that are mapped from a file."""
+    if config.memory.host_weights == "mapped":
+        why = (
+            None if config.precision.cacheable else f"precision.weights is {config.precision.weights}. Use int8 or nf4"
+        )
+        if config.model.init == "random":
+            why = "model.init random has none. Use pretrained"
+        if why:
+            yield Problem("memory.host_weights", f"mapped needs the file of a quantised base, and {why}")
     if config.memory.resident_blocks is None:
         return
     if config.adapter.trains_base and not config.memory.optimizer_in_backward:

@@ -68,10 +68,12 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "memory", ", ".join(_memory(config))
     ahead = "prefetches batches on a GPU" if config.speed.prefetch else "does not prefetch batches"
     more = ", compiles blocks" * config.speed.compile + ", deterministic" * config.speed.deterministic
+    more += ", replays passes as CUDA graphs" * (config.speed.graphs is True)
     yield "speed", f"attention {config.speed.attention}, {ahead}{more}"
     steps = plural(train.epochs, "epoch") if train.epochs else plural(config.steps(1), "step")
     batch = train.micro_batch * train.accumulation
-    portion = f"up to {plural(batch, 'picture')}" if batch > 1 else "1 picture"
+    item = "picture" if config.concept is None else "drawing"
+    portion = f"up to {plural(batch, item)}" if batch > 1 else f"1 {item}"
     yield "runs", f"{steps} of {portion}, seed {train.seed}, device {config.device}"
     optimizer, schedule = config.optimizer, config.schedule
     warm = f" after {plural(schedule.warmup_steps, 'warm-up step')}" if schedule.warmup_steps else ""

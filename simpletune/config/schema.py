@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ from simpletune.system.options import Option, Problem, UserError, join_names
 
 DEMO = "demo:"
 DEFAULT_STEPS = 1000
+MOST_TRAINED = 12_000_000_000  # weights of the base; the largest tried has 8 billion (SD3.5 Large)
 _LONGEST_NAME = 80  # characters of one made from a text; a run's may have 100, and moving an older run appends a number
 _RESERVED_NAMES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?$", re.IGNORECASE)  # by Windows
 
@@ -142,6 +144,18 @@ class TrainConfig(Option):
     def shape_rules(self, shapes: dict[str, Shape]) -> Iterator[Problem]:
         """Check the rules that need the base model's parameter shapes."""
         yield from self.adapter.problems(shapes)
+        sizes = ((name, math.prod(shape)) for name, shape in shapes.items() if self.adapter.trains_base)
+        whole = sum(count for name, count in sizes if self.adapter.trains_weight(name))
+        if whole > MOST_TRAINED:
+            weights, states = (
+                whole * each / 2**30 for each in (self.precision.bytes_per_weight, self.optimizer.bytes_per_parameter)
+            )
+            yield Problem(
+                "adapter.method",
+                f"{self.adapter.method} trains {whole:,} weights, which take {weights:.0f} GiB, their gradients as "
+                f"much, and the states of {self.optimizer.name} {states:.0f} GiB: {2 * weights + states:.0f} GiB "
+                f"together. At most {MOST_TRAINED:,} are trained. Use adapter.method lora, or partial",
+            )
         new = self.model.architecture.new_weights
         if new is not None and not self.adapter.trains_weight(new):
             yield Problem(

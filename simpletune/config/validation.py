@@ -48,11 +48,12 @@ class Validation(Option):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     """Seed of the initial noise; prompt number n uses seed + n."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 20
-    """Number of sampling steps. Default: 20, for FLUX.2 klein and Z-Image 50, for bases that draw in few steps
-    theirs (Z-Image-Turbo 8)."""
+    """Number of sampling steps. Default: 20, for FLUX.2 klein, Z-Image and Qwen-Image 50, for bases that draw in
+    few steps theirs (Z-Image-Turbo 8)."""
     guidance: Annotated[float, Field(ge=1)] = 4.5
     """Classifier-free guidance scale; 1 disables guidance. Default: 4.5 for SD3, 5 for SDXL and Z-Image, 7.5 for SD
-    1.5 and 2, 4 for FLUX.2 klein, 1 for bases that draw in few steps. diffusers' pipeline of Z-Image takes 1 less."""
+    1.5 and 2, 4 for FLUX.2 klein and Qwen-Image, 1 for bases that draw in few steps. diffusers' pipeline of Z-Image
+    takes 1 less."""
     width: Annotated[int, Field(ge=STEP)] | None = None
     """Width in pixels; null: the training resolution."""
     height: Annotated[int, Field(ge=STEP)] | None = None

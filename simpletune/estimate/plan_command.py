@@ -10,6 +10,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_json
 from simpletune.config.overrides import merge
@@ -20,6 +22,7 @@ from simpletune.estimate.job_time import job_time, larger_batch, speeds_of
 from simpletune.estimate.levers import changes_of_quality, effective_overrides
 from simpletune.estimate.planning import Count, PlanResult, Search, batch_table, possible_resolutions
 from simpletune.estimate.timing.timeline import StepSeconds
+from simpletune.stages.step.replay import why_not
 from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silence
 from simpletune.system.gpus import CARDS, Card, find_card
@@ -30,6 +33,8 @@ from simpletune.system.shell import quote_command
 SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", "A100-40GB", "H100")
 RESOLUTIONS = (512, 768, 1024)
 LARGEST = {"largest-batch": "train.batch_size", "highest-resolution": "data.resolution"}  # settings by goal
+GRAPHS_MAY = "speed.graphs=true may take less: the card waits for the host, which then queues a pass at once"
+GRAPHS_COUNT = "speed.graphs=true should take less: these seconds are without it"
 CardPlan = tuple[Card, PlanResult | str]  # the fastest settings on a card, or why none fit
 
 
@@ -237,6 +242,8 @@ def describe_result(number: int, result: PlanResult, best: PlanResult, config: T
     yield f"   host memory about {sum(estimate.host.values()) / GIB:.1f} GiB"
     why = _describe_difference(result.step_time, best.step_time) if number > 1 else ""
     yield f"   expected: {result.step_time.seconds:.2f} s/step, limited by the {result.step_time.limit}{why}"
+    if result.step_time.bound == "launches" and why_not(choice.config, torch.device("cuda")) is None:
+        yield f"   {GRAPHS_COUNT if choice.config.speed.graphs is True else GRAPHS_MAY}"
     yield from (f"   {line}" for line in describe_settings(config, result))
     for text in effective_overrides(config, choice.config, choice.overrides):
         yield f"   {text}"

@@ -25,6 +25,7 @@ from simpletune.models.shared.buckets import Size
 from simpletune.system.console import say
 from simpletune.system.environment import cpu_name
 from simpletune.system.gpus import Card, card_named_by_driver
+from simpletune.system.host_memory import usable_memory
 from simpletune.system.options import Json, UserError
 from simpletune.system.prices import card_price
 
@@ -33,7 +34,8 @@ Measured = Mapping[str, Mapping[str, float | None]]
 
 
 def estimate_run(config: TrainConfig, device: torch.device, size: Size, force: bool = False) -> Estimate:
-    """Predict a run, print the prediction, and refuse a run that does not fit on a CUDA device (``force``: warn).
+    """Predict a run, print the prediction, and refuse a run that does not fit on a CUDA device, or whose levers need
+    more main memory than there is (``force``: warn).
 
     Args:
         config: with folders resolved.
@@ -44,6 +46,8 @@ def estimate_run(config: TrainConfig, device: torch.device, size: Size, force: b
     needed, peak = prediction.needed_bytes(), prediction.peak
     on = "" if card is None else f", {needed / MIB:,.0f} with allowances, of {card.bytes / MIB:,.0f} MiB"
     say(f"memory  predicted peak {peak.bytes / MIB:,.0f} MiB ({prediction.peak_stage}: {place(peak)}){on}")
+    if card is not None:
+        _require_host_memory(config, prediction, force)
     if card is None or not (short := shortage("memory: this run", peak.bytes, card, held)):
         return prediction
     if force:
@@ -58,6 +62,30 @@ def estimate_run(config: TrainConfig, device: torch.device, size: Size, force: b
     else:
         lines.append(f"  no single change fits. Try simpletune plan CONFIG --device {card.gib:.0f}GiB")
     raise UserError("\n".join([*lines, "  --force starts it anyway"]))
+
+
+def _require_host_memory(config: TrainConfig, prediction: Estimate, force: bool) -> None:
+    """Refuse a run that needs more main memory than there is (``force``: warn)."""
+    wanted, usable, memory = sum(prediction.host.values()), usable_memory(), config.memory
+    if usable is None or wanted <= usable:
+        return
+    uses = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in prediction.host.items())
+    short = (
+        f"main memory: this run needs {wanted / 2**30:.1f} GiB (predicted: {uses}) and {usable / 2**30:.1f} are usable"
+    )
+    if force:
+        say(f"warning {short}: the system may end it (--force)")
+        return
+    blocks, inputs = memory.resident_blocks is not None, memory.offload_checkpoint_inputs
+    weights, cached = blocks or memory.modulation == "plan", config.precision.cacheable
+    ways = {
+        "a larger memory.resident_blocks": blocks,
+        "precision.weights=int8": weights and not cached and not config.adapter.trains_base,
+        "memory.host_weights=mapped, which is slower": weights and cached and memory.host_weights == "pinned",
+        "memory.offload_checkpoint_inputs=false": inputs,
+    }
+    less = ", or ".join(way for way, helps in ways.items() if helps) or "a machine with more"
+    raise UserError(f"{short}. Use {less}\n  --force starts it anyway")
 
 
 def card_at_hand(device: torch.device) -> tuple[Card, int]:

@@ -49,7 +49,8 @@ HARMLESS = (
 LATER: dict[str, object] = {
     "adapter.layers": [], "adapter.conv_rank": None, "adapter.conv_alpha": None, "model.inpainting": False,
     "data.inpainting_mask": "random", "data.inpainting_loss": "everywhere", "validation.images": None,
-    "validation.masks": None, "concept": None,
+    "validation.masks": None, "concept": None, "speed.graphs": "auto",
+    "memory.host_weights": "pinned",
 }  # fmt: skip
 """Fields that were added later, with the values that change nothing: these keep the keys from before."""
 

@@ -135,7 +135,7 @@ def time_lines(time: JobTime) -> Iterator[str]:
     if time.per_epoch is not None:
         yield f"    an epoch of {plural(time.per_epoch, 'step')} {format_duration(time.per_epoch * step.seconds)}"
     stages = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in time.stages.items() if seconds)
-    yield f"    the job of {plural(time.steps, 'step')} {format_duration(time.seconds)} ({stages})"
+    yield f"    the job of {time.steps} steps {format_duration(time.seconds)} ({stages})"
     if time.price is not None and (cost := time.cost) is not None:
         yield f"    costs {cost:.2f} ({cost * low:.2f} to {cost * high:.2f}) at {time.price.words}"
     if time.per_epoch is None:

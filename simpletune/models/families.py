@@ -16,6 +16,7 @@ from typing import Annotated, get_args
 from pydantic import Field
 
 from simpletune.models.flux2.flux2_option import Klein
+from simpletune.models.qwen_image.qwen_image_option import QwenImage
 from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.sd15.sd15_option import SD15
 from simpletune.models.sdxl.sdxl_option import SDXL
@@ -28,7 +29,7 @@ from simpletune.system.hub import cached_folder
 from simpletune.system.hub_account import Access, access_to
 from simpletune.system.options import UserError
 
-Model = Annotated[SD3 | SD15 | SDXL | Klein | ZImage, Field(discriminator="family")]
+Model = Annotated[SD3 | SD15 | SDXL | Klein | ZImage | QwenImage, Field(discriminator="family")]
 """The type of ``model``."""
 FAMILIES: tuple[Family, ...] = tuple(member.model_validate({}) for member in get_args(get_args(Model)[0]))
 """One option of each family, with its defaults."""

@@ -353,7 +353,7 @@ def snippet(config: TrainConfig, example: ImageRequest) -> str:
         "width": example.width,
         "height": example.height,
         "num_inference_steps": example.steps,
-        "guidance_scale": example.guidance + model.words.pipeline.guidance_offset,
+        model.words.pipeline.guidance: example.guidance + model.words.pipeline.guidance_offset,
         **model.text.call_arguments(),
     }
     lines += ['pipeline.to("cuda" if torch.cuda.is_available() else "cpu")', "picture = pipeline("]

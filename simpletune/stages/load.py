@@ -46,6 +46,7 @@ def load_base(
         sizes=sizes if config.memory.crop_positions else None,
         cache=cache,
         overlay=overlay,
+        mapped=config.memory.host_weights == "mapped",
     )
 
 
@@ -162,4 +163,5 @@ def modulation_of(denoiser: Denoiser, config: TrainConfig, device: torch.device)
     if memory.modulation != "plan":
         return None
     assert fact is not None, "Memory.model_rules refuses it"
-    return detach_modulation(denoiser, fact, config.precision, device, memory.modulation_window)
+    mapped = memory.host_weights == "mapped"
+    return detach_modulation(denoiser, fact, config.precision, device, memory.modulation_window, mapped)

@@ -91,6 +91,7 @@ class DetachedModulation:
         precision: the precision of weights and products.
         device: where the denoiser computes.
         window: how many steps' modulations to compute at once.
+        mapped: whether the weights lie in the pages of a file, and stay there.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class DetachedModulation:
         precision: WeightPrecision,
         device: torch.device,
         window: int,
+        mapped: bool = False,
     ):
         self.fact = fact
         self.precision = precision
@@ -110,7 +112,7 @@ class DetachedModulation:
         self.layers = [layer for layer, _ in layers]
         self.activated = [activated for _, activated in layers]
         self.width = sum(map(_outputs, self.layers))
-        for part in [part for module in (embed, *self.layers) for part in module.modules()]:
+        for part in [part for module in (embed, *self.layers) for part in module.modules() if not mapped]:
             for name, tensor in own_tensors(part):
                 host = tensor.detach().to("cpu")
                 # Pinned, so that copies are asynchronous. Tensors in pages that the machine's processes share are so
@@ -274,7 +276,12 @@ class ModulationPlan:
 
 
 def detach_modulation(
-    denoiser: Denoiser, fact: Modulation, precision: WeightPrecision, device: torch.device, window: int
+    denoiser: Denoiser,
+    fact: Modulation,
+    precision: WeightPrecision,
+    device: torch.device,
+    window: int,
+    mapped: bool = False,
 ) -> DetachedModulation:
     """Detach a model's modulation weights in place; each of its passes then needs ``replay``.
 
@@ -284,6 +291,7 @@ def detach_modulation(
         precision: its precision.
         device: where it computes.
         window: how many steps' modulations to compute at once.
+        mapped: as for ``DetachedModulation``.
 
     Raises:
         ValueError: one of these weights is trained, or ``fact`` is not the model's.
@@ -307,7 +315,7 @@ def detach_modulation(
         start = stop
     replayed = vars(denoiser)[REPLAYED] = ReplayedEmbedding(precision.compute_dtype())
     put_module(denoiser, fact.embed, replayed)
-    return DetachedModulation(fact, taken[fact.embed], layers, precision, device, window)
+    return DetachedModulation(fact, taken[fact.embed], layers, precision, device, window, mapped)
 
 
 def _outputs(layer: nn.Module) -> int:

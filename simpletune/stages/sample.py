@@ -63,6 +63,9 @@ class SampledModel(Protocol):
     ) -> Tensor:
         """Predict at z_t and the timestep that the network receives [r]: [r, c, h, w]."""
 
+    def rescale(self, guided: Tensor, positive: Tensor) -> Tensor:
+        """Correct a prediction with guidance [b, c, h, w] by that for the prompt alone."""
+
 
 @dataclass(frozen=True)
 class ImageRequest:
@@ -247,9 +250,10 @@ class Sampler:
                 prediction = self.predict(z_rows, rows, read)
                 if both:
                     away = prediction[count:] - prediction[:count]
-                    prediction = prediction[:count] + guidance * away
+                    steered = prediction[:count] + guidance * away
+                    prediction = self.model.rescale(steered, prediction[count:])
                 elif guided:
-                    prediction = prediction + (guidance - 1) * away
+                    prediction = self.model.rescale(prediction + (guidance - 1) * away, prediction)
                 z = solver.step(prediction, step, z)
                 if outside is not None:
                     assert noise is not None

@@ -25,6 +25,7 @@ from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.concept import ConceptLoader
+from simpletune.stages.step.replay import graphs_of
 from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.console import say
@@ -65,6 +66,7 @@ def load(
             batches = ConceptLoader(prepared, train.seed, accelerator.device, share=share)
         size = None if state_bytes is None else find_too_large(core, batches, state_bytes)
         if size is None:
+            core.graphs = graphs_of(core)
             return core, batches, prepared
         images = f"{plural(train.micro_batch, 'picture')} of {size[0]} x {size[1]} px"
         smaller = smaller_batch(config, processes)

@@ -161,6 +161,8 @@ class Trainer:
             for step in range(self.start, self.steps):
                 began = DeviceEvent(core.device)
                 traces.before_step(step)
+                if core.graphs is not None:
+                    core.graphs.paused = traces.records  # a replay would hide the operations
                 with phase("data"):
                     batches = prefetcher.step(step)
                 fetched = time.perf_counter() - began.clock
@@ -182,6 +184,7 @@ class Trainer:
                     raise Stopped(ends, by=None if Signals.received else self.interrupts.stopped_by)
                 if self._stops_early(done):
                     break
+            self._free_graphs()
         return traces
 
     def _log(self, progress: TrainingProgress, everything: bool) -> int | None:
@@ -211,8 +214,11 @@ class Trainer:
         if stops:
             self.interrupts.stop(self.folder, done)
             return
+        validates = is_validation_due(config, done) or is_due(config.validation.every, done)
+        if validates or self.interrupts.ready:
+            self._free_graphs()
         try:
-            if is_validation_due(config, done) or is_due(config.validation.every, done):
+            if validates:
                 with progress.interruption("validate"):
                     self.validator.after_step(done)
             if self.interrupts.ready:
@@ -223,6 +229,11 @@ class Trainer:
             if not saves:
                 save(done)
             raise
+
+    def _free_graphs(self) -> None:
+        """Free the memory that the graphs of passes keep, for what comes between two steps or after the last."""
+        if self.core.graphs is not None:
+            self.core.graphs.drop()
 
     def _stops_early(self, done: int) -> bool:
         """Return whether training ends after ``done`` steps because the validation loss no longer falls; the same in

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import (
@@ -20,6 +21,8 @@ from benchmarks import (
     convolutions,
     inference,
     int8,
+    int8_quality,
+    int8_rotation,
     measured_memory,
     memory,
     memory_row,
@@ -33,6 +36,8 @@ from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.demo import SHIPPED
 from simpletune.estimate.job_estimate import needed_bytes
+from simpletune.models.families import FAMILIES
+from simpletune.models.shared.parameter_shapes import shapes_of_class
 from simpletune.runs.folder import DRIFT, EVALUATIONS
 from simpletune.system import prices
 from simpletune.system.gpus import Card
@@ -180,6 +185,54 @@ def test_the_error_of_one_int8_product(tmp_path: Path, monkeypatch: pytest.Monke
     assert outliers["both"] > 1.4 * normal["both"] and channels["int8_gradient"] > 1.4 * normal["int8_gradient"]
     turned = rows["rotation: small [64, 48], outliers"]
     assert turned["both_rotated"] < turned["both"] and "## One product" in page and "## Rotation" in page
+
+
+def test_errors_at_the_sizes_of_other_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are those of their layers; a rotation takes what large inputs add."""
+    models = {family.family: family for family in FAMILIES}
+    for title, layers in int8_rotation.OTHERS.items():
+        family = models[{"SDXL": "sdxl", "klein 4B": "klein", "Z-Image": "zimage"}[title]]
+        model = family.model_copy(update={"pretrained": next(iter(family.files.hub_names))})
+        shapes = shapes_of_class(model.architecture.diffusers_class, model.files.known_config())
+        assert {*layers.values()} <= {
+            tuple(shape) for name, shape in shapes.items() if "blocks" in name or "layers" in name
+        }
+    monkeypatch.setattr(int8_rotation, "OTHERS", {"model": {"up": (96, 64)}})
+    page = int8.run(tmp_path, 60, "model: up", []).read_text()
+    rows = json.loads((tmp_path / "int8.json").read_text())["rows"]
+    normal, outliers = (rows[f"model: up [96, 64], {kind}"] for kind in ("normal", "outliers"))
+    assert 0.5 < normal["weights"] < normal["both"] < 1.5 and 0.5 < normal["gradient"] < 2
+    assert outliers["both"] > 1.4 * normal["both"] > outliers["both_rotated"]
+    assert outliers["gradient"] == normal["gradient"] != normal["gradient_rotated"]
+    assert f"## {int8_rotation.OTHER_TABLE}" in page and "model: up [96, 64], outliers" in page
+
+
+def test_a_run_in_int8_is_compared_with_that_of_its_seed_in_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and pictures; the sheet is drawn when a row is new."""
+    made: list[tuple[str, int]] = []
+
+    def trained(self: int8_quality.Runs, kind: str, seed: int) -> int8_quality.Trained:
+        made.append((kind, seed))
+        change = 0.0 if kind == int8_quality.PLAIN else 0.25
+        shade = int(10 * seed + 20 * change)
+        images = [Image.new("RGB", (32, 32), (shade,) * 3)] * (len(self.styled) + len(self.others))
+        return int8_quality.Trained([1.0, 2.0 + seed + change], {"eval_loss_after": seed}, images)
+
+    monkeypatch.setattr(int8_quality.Runs, "_trained", trained)
+    monkeypatch.setattr(int8_quality, "accuracies", lambda images, prompts: {"style": 0.5, "prompt": len(images)})
+    page = int8_quality.run(tmp_path, 3, 60, "seed", []).read_text()
+    rows = json.loads((tmp_path / "int8_quality.json").read_text())["rows"]
+    assert len(rows) == len(made) == 12  # each run once
+    plain, int8_row = (rows[int8_quality.name_of(kind, 1)] for kind in list(int8_quality.KINDS)[:2])
+    assert (plain["apart"], plain["pixels"], plain["last"]) == (0, 0, 2) and int8_row["prompt"] == 3
+    assert int8_row["apart"] == 0.125 and int8_row["pixels"] == pytest.approx(5 / 255)
+    assert plain["next"] == pytest.approx(10 / 255) and int8_row["next"] == pytest.approx(5 / 255)
+    assert "| bf16 | 2.0000 (1.5000 to 2.5000) |" in page
+    sheet = tmp_path / "int8_quality.png"
+    sheet.unlink()
+    assert int8_quality.run(tmp_path, 3, 60, "seed", []).read_text() == page and not sheet.exists()
 
 
 def test_the_command_runs_the_grid_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import edges, inpainting, int8, methods, quality, recipe, sliders, speed, which_method
+from benchmarks import edges, inpainting, int8, int8_quality, methods, quality, recipe, sliders, speed, which_method
 from simpletune.engine.profiling.figures import KINDS
 from simpletune.system.options import Json
 
@@ -32,6 +32,7 @@ SMALL: dict[str, tuple[str, list[str]]] = {
     "sliders": ("--prompts 2 --rows 'seed 0'", ["sliders.png"]),
     "edges": ("--rows 'autoencoder;48x48'", []),
     "int8": (f"--rows 'bf16;int8 products and gradients;down, embedded' {ONE}", ["int8.png"]),
+    "int8-quality": (f"--prompts 2 --rows 'rotated, seed 0' {ONE}", ["int8_quality.png"]),
     "methods": ("--rows 'lokr, factor 16, rank 16'", []),
     "speed": ("--device cpu --rows 'diffusers, full;LoRA int8;full bf16'", []),
     "scaling": ("--rows 'LoRA, 1 on;LoRA, exchange'", ["scaling.html"]),
@@ -41,7 +42,8 @@ FEWER: list[tuple[Any, str, object]] = [
     (quality, "STEPS", 2), (which_method, "STEPS", 2), (which_method, "ROUNDS", 2), (recipe, "SEEDS", 1),
     (sliders, "TRAINED", 2), (sliders, "STEPS", 2),
     (inpainting, "IMAGES", 8), (inpainting, "TRAINED", 2), (inpainting, "STEPS", 2), (edges, "PROMPTS", 2),
-    (edges, "ALONE", (*edges.ALONE, *ONE.split())), (int8, "STEPS", 2), (int8, "ENDS", 1), (methods, "BLOCKS", 1),
+    (edges, "ALONE", (*edges.ALONE, *ONE.split())), (int8, "STEPS", 2), (int8, "ENDS", 1), (int8_quality, "STEPS", 2),
+    (int8_quality, "ENDS", 1), (int8_quality, "SHOWN", 1), (methods, "BLOCKS", 1),
     (methods, "SIZE", 64), (methods, "ROUNDS", 2), (methods, "SHIPPED", {"sd3_medium_lora_24gb": "none"}),
     (speed, "SECONDS", 0.1),
 ]  # fmt: skip
@@ -67,6 +69,8 @@ def require_consistent(grid: str, name: str, row: Json) -> None:
         )
     if grid == "int8" and "apart" in row:
         assert (float(row["apart"]) == 0) == (name == "bf16") and float(row["apart"]) < 0.05
+    if grid == "int8-quality":
+        assert 0 < row["apart"] < 0.05 and 0 < row["pixels"] < row["next"]
     if grid == "which-method" and not name.startswith("base"):
         assert row["least"] <= row["step"] <= row["most"] and row["bytes"] > 2 * row["parameters"]
         assert row["peak"] > 3000 and row["drift"] > 0

@@ -35,7 +35,9 @@ def test_every_row_and_contender_is_a_configuration() -> None:
     for name, row in host.ROWS.items():
         for each in row.contenders:
             config = memory.config_of(host.overrides_of(row, each))
-            assert config.precision.weights == {"nf4": "nf4", "int8": "int8", "int8_products": "int8"}.get(each, "bf16")
+            weights = each.removesuffix("_graphs").replace("plan", "int8").removesuffix("_products")
+            assert config.precision.weights == (weights if weights in ("nf4", "int8") else "bf16")
+            assert (config.speed.graphs is True) == each.endswith("_graphs")
             assert (config.memory.checkpointing == "none") == ("not checkpointed" in name)
 
 

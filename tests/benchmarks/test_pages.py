@@ -129,8 +129,8 @@ def text_of(text: str) -> list[str]:
 
 
 MADE = [page for page in INDEX if page.command.startswith((GRID, "make kernels")) and not page.is_gone
-        and page.name not in ("cards", "inference", "study")]  # fmt: skip
-"""Pages that their rows make: not of rows that are measured at once, or of runs."""
+        and page.name not in ("cards", "inference", "study", "graphs")]  # fmt: skip
+"""Pages that their rows make: not of rows that are measured at once, of runs, or on a card."""
 OLDER = ("quality", "which_method", "methods", "speed", "elementwise")  # with a text of their day
 
 

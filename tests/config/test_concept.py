@@ -54,6 +54,7 @@ def test_a_base_of_few_steps_draws_in_its_own() -> None:
         config = validate({"name": "a", "model": model, "concept": {"directions": [SIZE]}}, "test")
         assert config.concept is not None
         assert (config.concept.drawing_steps, config.concept.drawing_guidance) == drawn
+        assert "of 1 drawing, seed" in explain(config)
         assert "Ordinary training undoes" not in explain(config)  # a slider learns from what the base itself predicts
 
 

@@ -11,7 +11,7 @@ import tiny_sd15
 import tiny_sdxl
 from slow_cases import slow_but
 
-from benchmarks.tiny_models import tiny_klein, tiny_zimage
+from benchmarks.tiny_models import tiny_klein, tiny_qwen_image, tiny_zimage
 from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.config.explain import explain
@@ -50,7 +50,8 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny pipeline of each family but SD3."""
     folder = tmp_path_factory.mktemp("families")
     of_unets = {"sd15": tiny_sd15.build(folder / "sd15"), "sdxl": tiny_sdxl.build(folder / "sdxl")}
-    return of_unets | {"klein": tiny_klein.build(folder / "klein"), "zimage": tiny_zimage.build(folder / "zimage")}
+    of_transformers = {"klein": tiny_klein, "zimage": tiny_zimage, "qwen_image": tiny_qwen_image}
+    return of_unets | {family: tiny.build(folder / family) for family, tiny in of_transformers.items()}
 
 
 def tiny_model(file: Path, tiny_config: dict, tiny_models: dict[str, Path]) -> list[str]:

@@ -50,7 +50,7 @@ FITTING = dict(re.findall(r"^\| `(\w+)`[^|]*\| ([\d,]+ \| [\d,]+ \| [\d.]+) \|$"
 SOME = ["sd3_medium_lora_8gb"]  # the others are slow, where no prediction of these sources is stored
 MODELS = {
     "SD 1.5": "sd15", "SD3 Medium": "sd3_medium", "SD3.5 Medium": "sd35_medium", "SD3.5 Large": "sd35_large",
-    "SDXL": "sdxl", "FLUX.2 klein": "klein", "Z-Image": "zimage",
+    "SDXL": "sdxl", "FLUX.2 klein": "klein", "Z-Image": "zimage", "Qwen-Image": "qwen_image",
 }  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def readme_rows(title: str) -> list[list[str]]:
 def test_the_readme_s_table_is_that_of_the_cards_in_gib() -> None:
     sizes = re.findall(r"(\d+) GB", README.partition("| what you train |")[2].partition("\n")[0])
     rows = readme_rows("what you train")
-    assert len(rows) == 11
+    assert len(rows) == 12
     shown = set()
     for what, *cells in rows:
         model, method = what.split(", ")[:2]

@@ -28,6 +28,7 @@ from simpletune.estimate.simulate import simulate_stages
 from simpletune.estimate.simulate.reports import JobReport, with_workspaces
 from simpletune.estimate.simulate.simulate_stages import simulate_parts
 from simpletune.estimate.terminal import bars
+from simpletune.system import host_memory
 from simpletune.system.gpus import CARDS, GIB, Card, card_named_by_driver, find_card, peak_tflops
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import Stage, StageTimer
@@ -354,6 +355,37 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(
     monkeypatch.setattr(forecasting.Search, "fits", lambda self, config: False)
     with pytest.raises(UserError, match="no single change fits"):
         estimate_run(config, CUDA, SIZE)
+
+
+def test_a_run_that_needs_more_main_memory_than_there_is_is_refused_with_what_takes_less(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (Card("Test 1", 24, (8, 9), found=1.0), 0))
+    memory = {"resident_blocks": 0, "checkpointing": "all"}
+    config = validate(tiny_config | {"precision": {"weights": "int8"}, "memory": memory}, "test")
+    needed = sum(estimate(config, L4.capability, SIZE).host.values())
+    monkeypatch.setattr(forecasting, "usable_memory", lambda: needed)
+    estimate_run(config, CUDA, SIZE)
+    monkeypatch.setattr(forecasting, "usable_memory", lambda: needed - 1)
+    with pytest.raises(UserError, match="this run needs .* are usable. Use a larger memory.resident_blocks") as it:
+        estimate_run(config, CUDA, SIZE)
+    assert "memory.host_weights=mapped" in str(it.value) and "libraries" in str(it.value)
+    estimate_run(config, CUDA, SIZE, force=True)
+    assert "main memory" in capsys.readouterr().out
+    monkeypatch.setattr(forecasting, "usable_memory", lambda: None)  # a system that does not say
+    estimate_run(config, CUDA, SIZE)
+
+
+def test_a_container_s_limit_is_the_memory_that_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    amounts, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    amounts.write_text("MemTotal:       2048 kB\nMemFree:        1 kB\n")
+    monkeypatch.setattr(host_memory, "AMOUNTS", amounts)
+    monkeypatch.setattr(host_memory, "LIMITS", (limit, tmp_path / "none"))
+    for text, usable in (("max\n", 2048 * 1024), ("4096\n", 4096), ("99999999\n", 2048 * 1024)):
+        limit.write_text(text)
+        assert host_memory.usable_memory() == usable
+    amounts.unlink()
+    assert host_memory.usable_memory() is None
 
 
 def test_measured_stands_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.estimate import planning
 from simpletune.estimate.job_estimate import CONTEXT, MIB, estimate, needed_bytes
 from simpletune.estimate.levers import changes_of_quality, effective_overrides, with_changes
-from simpletune.estimate.plan_command import describe_int8, describe_result
+from simpletune.estimate.plan_command import GRAPHS_COUNT, GRAPHS_MAY, describe_int8, describe_result
 from simpletune.estimate.planning import (
     PlanResult,
     Search,
@@ -304,6 +304,21 @@ def test_what_may_cost_quality_is_named_with_its_values(config_of) -> None:
     (tiled,), (rounded,) = changes_of_quality(lora, tiles), changes_of_quality(more_bits, lora)
     assert tiled.endswith("(512 instead of null) (memory.vae_tile)")
     assert rounded == "the frozen weights are rounded to int8 instead of bf16 (precision.weights)"
+
+
+def test_graphs_are_hinted_at_where_the_card_waits_for_the_host(config_of) -> None:
+    best = Search(config_of("precision.weights=int8"), L4).find_fastest()[0]
+
+    def told(host: float, *changes: str) -> list[str]:
+        step = replace(best.step_time, device={"products": 1.0}, waits=0.0, host=host)
+        choice = replace(best.choice, config=with_changes(best.choice.config, changes))
+        lines = describe_result(1, replace(best, step_time=step, choice=choice), best, best.choice.config)
+        return [line.strip() for line in lines if "speed.graphs" in line]
+
+    resident = ("memory.resident_blocks=null", "memory.offload_checkpoint_inputs=false")
+    assert told(2.0, *resident) == [GRAPHS_MAY] and told(0.5, *resident) == []
+    assert told(2.0, *resident, "speed.graphs=true") == [GRAPHS_COUNT]
+    assert told(2.0, "memory.resident_blocks=0", "memory.checkpointing=all") == [], "which graphs do not take"
 
 
 @pytest.mark.usefixtures("instant_host", "without_rotation")

@@ -16,7 +16,7 @@ import tiny_sd15
 import tiny_sdxl
 from PIL import Image, ImageDraw
 
-from benchmarks.tiny_models import tiny_klein, tiny_sd3, tiny_zimage
+from benchmarks.tiny_models import tiny_klein, tiny_qwen_image, tiny_sd3, tiny_zimage
 from simpletune.data.demo import demo_scenes
 
 SIDE = 64
@@ -32,6 +32,7 @@ def write(folder: Path) -> None:
     tiny_sdxl.build(folder / "sdxl", seed=1)
     tiny_klein.build(folder / "klein", seed=1)
     tiny_zimage.build(folder / "zimage", seed=1)
+    tiny_qwen_image.build(folder / "qwen_image", seed=1)
     for name, style, seed in (("flat", "flat", 3), ("striped", "striped", 4), ("masked", "flat", 5)):
         demo_scenes.write_folder(folder / name, demo_scenes.sample_scenes(6, seed, style=style), seed=seed, pixels=SIDE)
     (folder / "masks").mkdir()

@@ -63,7 +63,7 @@ NAMES = {
     "file.after-rename": Moment("a weight file is renamed",
         "system.safetensors_file:write_safetensors", "after with atomic_file("),
     "quantised.before-rename": Moment("a quantised base is written, but not renamed",
-        "models.shared.quantised_cache:QuantisedBase._write", "after flush_to_disk(part / ABOUT)"),
+        "models.shared.quantised_cache:QuantisedBase._write", "after flush_to_disk(folder / ABOUT)"),
     "model.loaded": Moment("the base model is loaded",
         "training.load_job:load_model", "before text = "),
     "run.restored": Moment("the checkpoint is restored into the model",

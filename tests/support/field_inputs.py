@@ -19,7 +19,7 @@ import stream_data
 import tiny_unets
 from PIL import Image, ImageDraw, ImageOps
 
-from benchmarks.tiny_models import tiny_klein, tiny_sd3, tiny_zimage
+from benchmarks.tiny_models import tiny_klein, tiny_qwen_image, tiny_sd3, tiny_zimage
 
 
 def write(folder: Path) -> None:
@@ -33,6 +33,7 @@ def write(folder: Path) -> None:
         tiny_unets.build_pipeline(folder / f"{version}_other", version, seed=2)
     tiny_klein.build(folder / "klein_other", seed=2)
     tiny_zimage.build(folder / "zimage_other", seed=2)
+    tiny_qwen_image.build(folder / "qwen_image_other", seed=2)
     _folders(folder)
     _tables(folder)
     hole = Image.new("L", (64, 64), 0)

@@ -137,6 +137,8 @@ def browsing(dark: bool = False, size: tuple[int, int] = DESKTOP) -> Iterator[Br
         options.add_argument(flag)
     driver = webdriver.Chrome(options, Service(DRIVER))
     try:
+        driver.command_executor.client_config.timeout = 900
+        driver.set_script_timeout(600)  # axe takes more than the usual 30 s on a busy machine
         browser = Browser(driver)
         browser.look(dark, size)
         yield browser

@@ -33,6 +33,7 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.flux2.flux2_option import Klein
+from simpletune.models.qwen_image.qwen_image_option import QwenImage
 from simpletune.models.zimage.zimage_option import ZImage
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import METRICS
@@ -59,7 +60,7 @@ REFUSED = [case for case in CASES if not is_trainable(case)]
 REASONS = {(case[0]["method"], case[1]["weights"]): case for case in reversed(REFUSED)}  # what the rule looks at
 
 
-OWN_PRODUCTS = {Klein, ZImage}  # tests/models/flux2 and tests/models/zimage train each method in each precision
+OWN_PRODUCTS = {Klein, ZImage, QwenImage}  # whose folders in tests/models train each method in each precision
 
 
 def test_the_few_cases_hold_every_option_class_and_every_pair() -> None:

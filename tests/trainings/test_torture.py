@@ -16,7 +16,7 @@ TESTS = Path(__file__).resolve().parent
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "family",
-    [[family, *mode] for mode in ([], ["--slider"]) for family in ("sd3", "sdxl", "klein", "zimage")],
+    [[family, *mode] for mode in ([], ["--slider"]) for family in ("sd3", "sdxl", "klein", "zimage", "qwen_image")],
     ids=" ".join,
 )
 @pytest.mark.slow  # test_interruptions.py fails a run at each kind of moment, test_together.py kills one of two

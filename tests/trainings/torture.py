@@ -29,7 +29,7 @@ from cases import members
 from launching import preload
 from safetensors.torch import load_file
 
-from benchmarks.tiny_models import tiny_klein, tiny_sd3, tiny_zimage
+from benchmarks.tiny_models import tiny_klein, tiny_qwen_image, tiny_sd3, tiny_zimage
 from simpletune.config.load import validate
 from simpletune.data.demo import demo_scenes
 from simpletune.runs import checkpoint
@@ -41,9 +41,10 @@ from simpletune.training.train import train
 STEPS = 7
 PER_CASE = 4  # kills of one run
 MODELS: dict[str, dict[str, Any]] = {
-    "sd3": {"t5_length": 8}, "sdxl": {}, "klein": {"text_length": 64}, "zimage": {"text_length": 64}
+    "sd3": {"t5_length": 8}, "sdxl": {}, "klein": {"text_length": 64}, "zimage": {"text_length": 64},
+    "qwen_image": {"text_length": 64},
 }  # fmt: skip
-PIXELS = {"sd3": 32, "sdxl": 64, "klein": 64, "zimage": 64}
+PIXELS = {"sd3": 32, "sdxl": 64, "klein": 64, "zimage": 64, "qwen_image": 64}
 ROOT = Path(__file__).resolve().parents[2]
 ONLY_WHEN_RESUMED = {"run.opened-again", "run.restored"}
 
@@ -90,6 +91,7 @@ class Ground:
         tiny_sdxl.build(folder / "sdxl", seed=1)
         tiny_klein.build(folder / "klein", seed=1)
         tiny_zimage.build(folder / "zimage", seed=1)
+        tiny_qwen_image.build(folder / "qwen_image", seed=1)
         scenes = demo_scenes.sample_scenes(6, seed=3, style="flat")
         demo_scenes.write_folder(folder / "pictures", scenes, seed=3, pixels=64)
 

@@ -143,18 +143,19 @@ def weight_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 class QuantisedBaseReader:
-    """Reads a cached quantised base, a folder with ``transformer.safetensors`` and ``made_from.json``, and dequantises
-    layers on demand."""
+    """Reads a cached quantised base, a folder with its files and ``made_from.json``, and dequantises layers on
+    demand."""
 
     def __init__(self, folder: Path):
         from pydantic import TypeAdapter
 
         from simpletune.engine.quant import Precision
+        from simpletune.models.shared.quantised_cache import files_of
 
         about: Json = json.loads((folder / KEPT).read_text(encoding="utf-8"))
         self.config: ModelConfig = about["config"]
         self._precision = TypeAdapter(Precision).validate_python(about["precision"])
-        self._reader = WeightReader([folder / "transformer.safetensors"])
+        self._reader = WeightReader(list(files_of(folder)))
         self.family = family_of_config(self.config)
         self._model = self.family.architecture.empty_model(self.config)
         self._quantised = {f"{layer}.weight" for layer in quantised_layers(self._model, self._precision)}

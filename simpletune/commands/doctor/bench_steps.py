@@ -25,8 +25,9 @@ from simpletune.estimate.timing.timeline import step_seconds
 from simpletune.models.shared.weights import TensorSource, fill_model
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import stays_on_host
+from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
-from simpletune.stages.step.train_step import assemble
+from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.console import silence
 from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.gpus import card_named_by_driver
@@ -59,6 +60,19 @@ class Steps:
     optimizer: Any
 
 
+@dataclass
+class OwnSteps(Steps):
+    """Those of this package.
+
+    Args:
+        core: takes steps of micro-batches.
+        batches: makes a step's micro-batches, by its number, with other values each time.
+    """
+
+    core: TrainStep
+    batches: Callable[[int], list[Batch]]
+
+
 class RandomWeights:
     """Random weights of a denoiser, created on the device: norms one, biases zero, the rest normal.
 
@@ -81,7 +95,7 @@ class RandomWeights:
 
 
 @contextmanager
-def random_steps(config: TrainConfig, device: torch.device) -> Iterator[Steps]:
+def random_steps(config: TrainConfig, device: torch.device) -> Iterator[OwnSteps]:
     """Set up the trainer's step on random weights, latents and prompts."""
     side, shapes = config.resolution, config.model.files.known_config()
     on_host = stays_on_host(config.memory, config.model)
@@ -95,15 +109,15 @@ def random_steps(config: TrainConfig, device: torch.device) -> Iterator[Steps]:
     synthetic, count = SyntheticBatches(config, core, device=device), iter(range(10**9))
     model.train()
 
-    def step() -> Tensor:
-        batches = synthetic.step(next(count))
-        for batch in batches:
+    def batches(step: int) -> list[Batch]:
+        made = synthetic.step(step)
+        for batch in made:
             for tensor in (batch.z_0, batch.noise, batch.conditioning.embeds):
                 tensor.normal_()
-        return core.step(batches)[0]
+        return made
 
     try:
-        yield Steps(step, model, core.optimizer)
+        yield OwnSteps(lambda: core.step(batches(next(count)))[0], model, core.optimizer, core, batches)
     finally:
         free_optimizer(core.optimizer)
 

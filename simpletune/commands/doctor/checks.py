@@ -11,6 +11,7 @@ from pathlib import Path
 from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Level, Machine
 from simpletune.system.devices import ALLOCATOR, BF16_FROM, CUDA_13_FROM, EXPANDABLE, FIXED, is_under_wsl, sm
 from simpletune.system.disk import format_bytes
+from simpletune.system.host_memory import LIMITS
 from simpletune.system.notify import VARIABLE, Message, find_receiver
 from simpletune.system.options import UserError, plural
 from simpletune.system.shell import install_command
@@ -19,7 +20,6 @@ GIB = 2**30
 OLDEST_PYTHON = (3, 11)
 LITTLE_MEMORY, LEAST_MEMORY = 12 * GIB, 4 * GIB
 LITTLE_DISK, LEAST_DISK, MODEL = 5 * GIB, GIB, 16 * 10**9  # MODEL: download of SD3 Medium with T5
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # cgroup 2 and 1
 DRIVERS = {13: 580, 12: 525}  # oldest driver of each CUDA version that torch is built for
 LITTLE_FREE = 0.9  # share of the device memory; less free memory means others use a lot
 PRECISIONS = ("bf16", "int8", "nf4", "fp32")  # of the training steps
@@ -113,7 +113,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
         )
         return
     total, free = amounts["MemTotal"], amounts.get("MemAvailable", amounts["MemTotal"])
-    limits = [text.strip() for text in map(machine.read, LIMITS) if text]
+    limits = [text.strip() for text in map(machine.read, map(str, LIMITS)) if text]
     limit = min((int(text) for text in limits if text.isdecimal()), default=total)
     value = f"{format_bytes(total)}, {format_bytes(free)} of it free"
     if limit < total:

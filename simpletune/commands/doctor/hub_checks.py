@@ -22,7 +22,8 @@ def login(machine: Machine) -> Iterator[Finding]:
             WARNING,
             "no token",
             "The hub only lets accounts that accepted its licence download SD3 Medium",
-            f"{login_words()}. Local folders and files, FLUX.2 klein, Z-Image, SDXL, SD 1.5 and 2 need none",
+            f"{login_words()}. Local folders and files, FLUX.2 klein, Z-Image, Qwen-Image, SDXL, SD 1.5 and 2 need "
+            "none",
         )
     else:
         yield Finding(

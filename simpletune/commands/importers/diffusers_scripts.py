@@ -1,4 +1,5 @@
-"""Translate the command line of one of diffusers' training scripts for SD 1.5, 2, 3, XL or Z-Image."""
+"""Translate the command line of one of diffusers' training scripts for SD 1.5, 2, 3, XL, Z-Image or
+Qwen-Image."""
 
 from __future__ import annotations
 
@@ -55,12 +56,13 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
         found.take("rank", "adapter.rank", rank)
         take_alpha(found, "lora_alpha", found.read("lora_alpha", number), rank)
         found.by_table([KeyRule("lora_dropout", "adapter.dropout", number)])
-        found.take("script", "adapter.targets", "attention", "the layers that it updates")
+        targets = "attention_image" if found.get("model.family") == "qwen_image" else "attention"
+        found.take("script", "adapter.targets", targets, "the layers that it updates")
     elif method == "none":
         keys = {"token": "placeholder_token", "initial": "initializer_token", "vectors": "num_vectors"}
         take_embedding(found, keys, None)
         found.set("text.embeddings.keep_norm", False)
-    if found.get("model.family") == "zimage":
+    if found.get("model.family") in ("zimage", "qwen_image"):
         found.by_table([KeyRule("max_sequence_length", "model.text_length", whole_number)])
         found.unused("the script does not read it", "guidance_scale", "text_encoder_lr")
     found.by_table(tables["options"])
@@ -145,6 +147,8 @@ def _noise_levels(found: Translation) -> None:
     if found.get("model.family") == "zimage":
         model = found.family.model_copy(update={"pretrained": str(found.get("model.pretrained", ""))})
         shift, title = (TURBO_SHIFT, "Turbo") if model.few_steps is not None else (SHIFT, "Z-Image")
+    elif found.get("model.family") == "qwen_image":
+        shift, title = 1.0, "Qwen-Image"  # which the script does not shift by the pictures' sizes
     found.take("weighting_scheme", "objective.shift", shift, f"that of {title}'s noise schedule, at every size")
     if found.read("precondition_outputs", boolean):
         found.leave("precondition_outputs", "it weighs the loss by sigma^2; here it is the velocity's plain error")

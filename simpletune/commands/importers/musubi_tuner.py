@@ -1,5 +1,5 @@
-"""Translate musubi-tuner's configuration for FLUX.2 klein base 4B and Z-Image: most of its options are those of kohya's
-scripts, by whose tables they are read. Its other models are refused (``importing.py``)."""
+"""Translate musubi-tuner's configuration for FLUX.2 klein base 4B, Z-Image and Qwen-Image: most of its options are
+those of kohya's scripts, by whose tables they are read. Its other models are refused (``importing.py``)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from simpletune.commands.importers.translation import (
     whole_number,
 )
 from simpletune.models.flux2.flux2_files import KLEIN
+from simpletune.models.qwen_image.qwen_image_files import NEWEST
 from simpletune.models.zimage.zimage_files import BASE
 from simpletune.system.options import Json
 
@@ -32,19 +33,29 @@ flatten = kohya.flatten
 SAMPLING: Mapping[str, tuple[str, object]] = {  # of timestep_sampling: objective.sigma and objective.shift
     "flux2_shift": ("logit_normal", "auto"),
     "flux_shift": ("logit_normal", "auto"),
+    "qwen_shift": ("logit_normal", "auto"),
     "sigmoid": ("logit_normal", 1.0),
     "uniform": ("uniform", 1.0),
 }
 
 
 def is_supported(settings: Json) -> bool:
-    """Return whether a configuration or a command is musubi-tuner's for klein base 4B or Z-Image."""
+    """Return whether a configuration or a command is musubi-tuner's for klein base 4B, Z-Image or
+    Qwen-Image."""
     flat = flatten(settings)
     script, network = str(flat.get("script", "")), flat.get("network_module")
+    if _is_qwen_image(flat):
+        return not flat.get("edit") and not flat.get("edit_plus") and flat.get("model_version") in (None, "original")
     if script.startswith("zimage_train_network") or network == "networks.lora_zimage":
         return True
     of_flux_2 = script.startswith("flux_2_train") or "dit" in flat or network == "networks.lora_flux_2"
     return of_flux_2 and flat.get("model_version") == "klein-base-4b"
+
+
+def _is_qwen_image(flat: Json) -> bool:
+    return str(flat.get("script", "")).startswith("qwen_image_train_network") or (
+        flat.get("network_module") == "networks.lora_qwen_image"
+    )
 
 
 def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
@@ -65,12 +76,14 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
 
 def _model(found: Translation) -> str:
     """Translate what differs from kohya's scripts: model, network, precision and noise levels."""
-    klein = found.read("model_version", as_text) is not None
-    base = KLEIN if klein else BASE
-    if klein:
-        found.take("model_version", "model.family", "klein")
+    version = found.read("model_version", as_text)
+    qwen_image = _is_qwen_image(found.settings)
+    klein = version is not None and not qwen_image
+    base = NEWEST if qwen_image else KLEIN if klein else BASE
+    if version is not None:
+        found.take("model_version", "model.family", "qwen_image" if qwen_image else "klein")
     else:
-        found.set("model.family", "zimage")
+        found.set("model.family", "qwen_image" if qwen_image else "zimage")
     found.set("model.pretrained", base)
     found.by_table([KeyRule("dit", "model.transformer", as_text)])
     found.unused(f"those of {base}", "vae", "text_encoder")
@@ -80,7 +93,8 @@ def _model(found: Translation) -> str:
         found.take("network_module", "adapter.targets", "all_linear", "all linear layers of the blocks")
     else:
         found.take("network_module", "adapter.targets", "attention_mlp", "the blocks' layers but for modulations")
-        leave_refiners_out(found, "network_module", TITLE)
+        if not qwen_image:
+            leave_refiners_out(found, "network_module", TITLE)
     found.take("network_dim", "adapter.rank", rank)
     take_alpha(found, "network_alpha", alpha, rank)
     found.by_table([KeyRule("network_dropout", "adapter.dropout", number)])

@@ -35,7 +35,6 @@ from simpletune.commands.importers.translation import (
     whole_number,
 )
 from simpletune.config.schema import run_name
-from simpletune.models.sd3.sd3_files import SD35_MEDIUM
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "SimpleTuner", "simpletuner"
@@ -75,7 +74,7 @@ def _options(settings: Json, folder: Path) -> Translation:
     scheduler = str(settings.get("lr_scheduler", ""))
     family = str(settings.get("model_family", "sd3"))
     flow = {} if family == "sd3" else {"tokenizer_max_length": None}
-    flow |= {} if family in ("sd3", "flux2", "z_image") else {"flow_schedule_shift": None}
+    flow |= {} if family in ("sd3", "flux2", "z_image", "qwen_image") else {"flow_schedule_shift": None}
     found = Translation(
         settings, tables["defaults"] | (tables["polynomial"] if scheduler == "polynomial" else {}) | flow
     )
@@ -108,9 +107,11 @@ def _model(found: Translation) -> None:
         found.take("model_flavour", "model.pretrained", flavours[flavour])
     elif flavour is not None:
         found.leave("model_flavour", f"unknown. Set model.pretrained; known are {', '.join(flavours)}")
-    elif not found.has("pretrained_model_name_or_path") and str(found.settings.get("model_family", "")) == "sd3":
-        found.defaults["model_flavour"] = "medium"
-        found.take("model_flavour", "model.pretrained", SD35_MEDIUM)
+    elif not found.has("pretrained_model_name_or_path"):
+        usual = {"sd3": "medium", "qwen_image": "v1.0"}.get(str(found.settings.get("model_family", "")))
+        if usual is not None:
+            found.defaults["model_flavour"] = usual
+            found.take("model_flavour", "model.pretrained", flavours[usual])
 
 
 def _z_image(found: Translation, flavour: str | None) -> None:
@@ -172,7 +173,7 @@ def _adapter(found: Translation, folder: Path) -> None:
         if dora:
             found.take("use_dora", "adapter.method", "dora")
         found.by_table(trainer_tables(NAME)["lora"])
-        if found.settings.get("model_family", "sd3") == "sd3":
+        if found.settings.get("model_family", "sd3") in ("sd3", "qwen_image"):
             found.take("lora_type", "adapter.targets", "attention_image", "it updates to_q, to_k, to_v and to_out.0")
         elif found.settings["model_family"] == "flux2":
             found.take("lora_type", "adapter.targets", OF_FLUX_2, "its default layers")

@@ -39,8 +39,8 @@ OFF = ", 0 is off"  # ends the kind of value of an option
 LARGEST = 1e30  # no setting is as large, and products of those below stay finite
 DIGITS = 6  # significant digits of a computed number
 TRAINS = (
-    "simpletune trains SD 3, 3.5, XL, 1.5, 2, FLUX.2 klein 4B and Z-Image: LoRA, DoRA, LoHa, LoKr, OFT, embeddings "
-    "and the whole denoiser"
+    "simpletune trains SD 3, 3.5, XL, 1.5, 2, FLUX.2 klein 4B, Z-Image and Qwen-Image: LoRA, DoRA, LoHa, LoKr, OFT, "
+    "embeddings and the whole denoiser"
 )
 
 

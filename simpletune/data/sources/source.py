@@ -157,10 +157,10 @@ class Source(Option):
     """A single prompt for all pictures, instead of captions."""
     resolution: Annotated[int, Field(ge=32, le=4096)] = 1024
     """Side in pixels of a square with the area that every picture is scaled to; a multiple of 16 for SD3, FLUX.2
-    klein and Z-Image, of 64 for SDXL, SD 1.5 and 2. Default: 512 for SD 1.5 and 2, 1024 for the others."""
+    klein, Z-Image and Qwen-Image, of 64 for SDXL, SD 1.5 and 2. Default: 512 for SD 1.5 and 2, 1024 for the others."""
     aspect: Literal["buckets", "square"] = "buckets"
-    """Keep the pictures' aspect ratios (sides in steps of 16 px for SD3, FLUX.2 klein and Z-Image, 64 for SDXL, SD
-    1.5 and 2), or crop all pictures to squares."""
+    """Keep the pictures' aspect ratios (sides in steps of 64 px for SDXL, SD 1.5 and 2, 16 for the others),
+    or crop all pictures to squares."""
     background: Annotated[str, AfterValidator(_colour)] = "white"
     """Colour behind the transparent parts of pictures: a name (white, grey, ...) or #rrggbb."""
     max_aspect: Annotated[float, Field(ge=1, le=8)] = 4.0

@@ -66,6 +66,11 @@ class Memory(Option):
     cache_quantised: bool = True
     """Cache the quantised base under output.cache, so that the next start neither reads nor quantises the
     full-precision weights. It takes as much disk space as the quantised weights take device memory. Exact."""
+    host_weights: Literal["pinned", "mapped"] = "pinned"
+    """Where the weights that modulation plan and resident_blocks leave in host memory are. pinned: in memory of their
+    own, from which copies to the device overlap with the computation; mapped: in the file of the quantised base
+    (cache_quantised), whose pages the system keeps while it has memory for them and otherwise reads again, so that a
+    large model trains on a machine with little memory, more slowly. Exact."""
     optimizer_in_backward: bool = False
     """Update each parameter and free its gradient during the backward pass, so that the gradients never exist all at
     once. Saves full fine-tuning 2 bytes per parameter in bf16, 4 in fp32. Exact. Needs gradient_accumulation 1, one
@@ -112,7 +117,8 @@ class Memory(Option):
         from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 
         offloaded = self.offloaded_blocks(len(blocks))
-        offloading = BlockOffload(blocks, offloaded, device, trained) if offloaded else None
+        mapped = self.host_weights == "mapped"
+        offloading = BlockOffload(blocks, offloaded, device, trained, mapped=mapped) if offloaded else None
         inputs = CheckpointInputOffload(device) if self.offload_checkpoint_inputs else None
         alone: Literal["checkpointed", "all", "none"] = "none"
         if self.checkpointing == "feed_forward":
@@ -152,6 +158,18 @@ class Memory(Option):
                 "memory.checkpointing",
                 f"{self.checkpointing} with memory.resident_blocks: blocks without checkpointing need their weights in "
                 "the backward pass, when these have left the device. Use checkpointing all, or resident_blocks null",
+            )
+        if self.host_weights == "mapped" and not self.cache_quantised:
+            yield Problem(
+                "memory.host_weights",
+                "mapped needs the quantised base in a file, and memory.cache_quantised is false. Use true, or "
+                "host_weights pinned",
+            )
+        if self.host_weights == "mapped" and self.resident_blocks is None and self.modulation == "resident":
+            yield Problem(
+                "memory.host_weights",
+                "mapped changes nothing: no weights stay in host memory without memory.resident_blocks or modulation "
+                "plan. Leave it out",
             )
         if self.offload_checkpoint_inputs and self.checkpointing in ("none", "feed_forward"):
             yield Problem(

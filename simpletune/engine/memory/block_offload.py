@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -48,18 +49,28 @@ class HostBlock:
     Args:
         tensors: the tensors; they keep their identity, and only their data pointers change.
         device: the device that computes with them.
+        mapped: whether all of them stay where they are, in the pages of a file.
     """
 
-    def __init__(self, tensors: list[Tensor], device: torch.device):
+    def __init__(self, tensors: list[Tensor], device: torch.device, mapped: bool = False):
         self.tensors = tensors
         self._pieces: list[tuple[int, Tensor]] = []
         """Pieces of host memory, each with its copy's offset in a buffer on the device."""
+        self._offsets: list[int]
         shared = 0
+        if mapped:
+            starts = list(accumulate((round_to_block(tensor.nbytes) for tensor in tensors), initial=0))
+            self.nbytes, self._offsets = starts.pop(), starts
+            self.at_home: dict[int, Tensor] = {id(tensor): tensor.detach() for tensor in tensors}
+            """The tensors' values in host memory, by the tensors' ids."""
+            homes = (tensor.reshape(-1).view(torch.uint8) for tensor in self.at_home.values())
+            self._pieces.extend(zip(starts, homes, strict=True))
+            return
         for run in shared_runs(tensors):
             self._pieces.append((shared, run))
             shared += run.numel()
         places = {piece.data_ptr(): start for start, piece in self._pieces}
-        self._offsets: list[int] = []
+        self._offsets = []
         self.nbytes = shared
         for tensor in tensors:
             if is_shared(tensor):
@@ -70,8 +81,7 @@ class HostBlock:
                 self.nbytes += round_to_block(tensor.nbytes)
         own = host_bytes(self.nbytes - shared, device)
         self._pieces.append((shared, own))
-        self.at_home: dict[int, Tensor] = {}
-        """The tensors' values in host memory, by the tensors' ids."""
+        self.at_home = {}
         for start, tensor in zip(self._offsets, tensors, strict=True):
             if start < shared:
                 self.at_home[id(tensor)] = tensor.detach()
@@ -142,6 +152,7 @@ class BlockOffload:
             ``updating``. Otherwise they stay on the device.
         queues: the queues of copies to the device and to the host; None creates them for the device.
         poison: fill a slot with NaN as soon as its block is done, to expose uses at the wrong time.
+        mapped: the offloaded blocks' frozen weights lie in the pages of a file, and stay there.
     """
 
     def __init__(
@@ -152,6 +163,7 @@ class BlockOffload:
         trained: bool = False,
         queues: tuple[Copies, Copies] | None = None,
         poison: bool = False,
+        mapped: bool = False,
     ):
         self.device = device
         self._poison = poison
@@ -169,7 +181,7 @@ class BlockOffload:
                 for plain in plain_tensors(tensor)
                 if id(plain) not in shared
             }
-            self.homes[index] = HostBlock(list(own.values()), device)
+            self.homes[index] = HostBlock(list(own.values()), device, mapped and not trained)
             for parameter in blocks[index].parameters():
                 if id(parameter) in shared or (parameter.requires_grad and not trained):
                     parameter.data = parameter.data.to(device)  # the adapter's, created next to weights on the host

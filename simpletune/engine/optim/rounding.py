@@ -119,13 +119,17 @@ class RoundedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        for group in self._groups():
+        self.update_together(self.param_groups[0]["params"])
+
+    def update_together(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Update those of some parameters that have a gradient, small ones together. Does not clear their gradients."""
+        for group in self._groups(parameters):
             if len(group) == 1:
                 self.update(group[0])
             elif group[0].dtype == self._wide[self._numbers[group[0]]]:
                 self._update_in_place(group)
             else:
-                self._update_together(group)
+                self._update_group(group)
 
     @torch.no_grad()
     def update(self, parameter: nn.Parameter) -> None:
@@ -143,14 +147,14 @@ class RoundedOptimizer(torch.optim.Optimizer):
             parameter.copy_(shell.data)
         shell.data = shell.data.new_empty(0)
 
-    def _groups(self) -> Iterator[list[nn.Parameter]]:
-        """Group the parameters with a gradient: those without a copy step together, as do small ones; others step
-        alone."""
+    def _groups(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Group those of some parameters that have a gradient. Without a copy they step together, as do small ones;
+        others step alone."""
         Home = tuple[torch.device, torch.device, float]
         open_groups: dict[Home, list[nn.Parameter]] = {}
         plain: dict[Home, list[nn.Parameter]] = {}
         room: dict[Home, int] = {}
-        for parameter in self.param_groups[0]["params"]:
+        for parameter in parameters:
             if parameter.grad is None:
                 continue
             number = self._numbers[parameter]
@@ -185,7 +189,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
             shell.data, shell.grad = shell.data.new_empty(0), None
 
     @torch.no_grad()
-    def _update_together(self, parameters: list[nn.Parameter]) -> None:
+    def _update_group(self, parameters: list[nn.Parameter]) -> None:
         """Update several bf16 parameters on one device. Does not clear their gradients."""
         numbers = [self._numbers[parameter] for parameter in parameters]
         shells = [self._shells[number] for number in numbers]

@@ -139,6 +139,11 @@ class EpochTraces:
             "Increase data.repeats for longer epochs, or turn traces off with profile.max_traces=0"
         )
 
+    @property
+    def records(self) -> bool:
+        """Whether a window is open."""
+        return self._window is not None
+
     def before_step(self, step: int) -> None:
         """Open a window if one starts at this step."""
         epoch = step // self.steps_per_epoch

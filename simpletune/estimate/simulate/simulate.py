@@ -6,7 +6,7 @@ No lever, adapter, precision or optimizer is modelled here: their own code runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.denoiser import Denoiser
+from simpletune.engine.graphs import MOST, NODE_BYTES, Graphs, Pass
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.cuda_libraries import Workspaces, cublas_workspaces, most_multiprocessors
@@ -32,7 +33,8 @@ from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.sections import StreamWork
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.load import empty_base
-from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
+from simpletune.stages.step.replay import why_not
+from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import empty_text_side
 from simpletune.system.startup import pause_collection
@@ -162,6 +164,9 @@ def take_steps(
     make_states(accounting, core)
     with accounting.allocating("optimizer"):
         average = average_of(config, denoiser, core.optimizer)
+    on_cuda = recorder is None or recorder.cuda
+    replayed = ReplayedPasses(core, accounting) if on_cuda and is_replayed(config) else None
+    core.graphs = replayed
     denoiser.train()
     batches = SyntheticBatches(config, core, size)
     if isinstance(core.optimizer, RoundedOptimizer) and core.optimizer.offloading is not None:
@@ -180,8 +185,9 @@ def take_steps(
         hook.remove()
     accounting.limit = None
     state_values = [value for state in core.optimizer.state.values() for value in state.values()]
+    sections = _of_average_step(recorder.sections, batches.frequencies()) if recorder else ()
     report = StepReport(
-        peak=accounting.peak,
+        peak=accounting.peak if replayed is None else replayed.peak(sections, kinds_of_passes(config)),
         phases=accounting.peaks,
         steady=accounting.current,
         host_bytes=accounting.host_bytes,
@@ -191,9 +197,60 @@ def take_steps(
         state_bytes=sum(value.nbytes for value in state_values if isinstance(value, Tensor)),
         average_bytes=4 * sum(parameter.numel() for parameter in core.parameters) if average else 0,
         seconds=time.perf_counter() - started,
-        sections=_of_average_step(recorder.sections, batches.frequencies()) if recorder else (),
+        sections=sections,
     )
+    if replayed is not None:
+        replayed.drop()
+        core.graphs = None
     return SimulatedTraining(report, core, batches, average, denoiser, accounting, fake.active_mode())
+
+
+def is_replayed(config: TrainConfig) -> bool:
+    """Return whether a run on a CUDA device replays its passes as graphs."""
+    return config.speed.graphs is True and why_not(config, torch.device("cuda"), simulated_process_count()) is None
+
+
+def kinds_of_passes(config: TrainConfig) -> int:
+    """Return how many kinds of passes to expect at a time: by size, if pictures keep their aspect ratios."""
+    return MOST if any(source.aspect == "buckets" for source in config.pictures.members) else 1
+
+
+class ReplayedPasses(Graphs):
+    """Passes as ``Graphs`` captures them: gradients and inputs lie in tensors that stay."""
+
+    def __init__(self, core: TrainStep, accounting: Accounting):
+        self.accounting, self.parameters = accounting, core.parameters
+        self.static: list[Tensor] = []
+        with accounting.allocating("gradients"):
+            for parameter in core.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def run(self, kind: Hashable, inputs: Sequence[Tensor], compute: Pass) -> Tensor:
+        if not self.static:
+            with self.accounting.allocating("activations"):
+                self.static = [torch.empty_like(tensor) for tensor in inputs]
+        return compute(self.static)
+
+    def end_step(self) -> None:
+        torch._foreach_zero_([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+
+    def drop(self) -> None:
+        self.static = []
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def peak(self, sections: Sequence[StreamWork], kinds: int) -> MemorySnapshot:
+        """Return the largest snapshot: what a pass takes stays in the graphs' pool beside what the rest of the step
+        takes, and each graph has inputs and memory of the driver."""
+        rest = ("clip", "optimizer")
+        peaks = self.accounting.peaks
+        within = max((each for name, each in peaks.items() if name not in rest), key=lambda each: each.bytes)
+        outside = max((peaks[name].bytes for name in rest if name in peaks), default=0) - self.accounting.current.bytes
+        inputs = sum(tensor.nbytes for tensor in self.static)
+        nodes = sum(part.share * sum(part.work.values()) for part in sections if part.phase not in rest)
+        extra = max(0, outside) + (kinds - 1) * inputs + kinds * round(nodes) * NODE_BYTES
+        product = None if within.in_products is None else within.in_products + extra
+        return replace(with_workspace(within, Workspaces(extra, 0)), in_products=product)
 
 
 def _of_average_step(sections: Sequence[StreamWork], frequencies: Mapping[str, float]) -> Sequence[StreamWork]:
@@ -246,7 +303,7 @@ def take_step(accounting: Accounting, core: TrainStep, batches: SyntheticBatches
     modulation = core.modulation
     with recorder.share_work(modulation.window) if recorder and modulation else nullcontext():
         step = batches.step(0)
-    tensors = [tensor for batch in step for tensor in batch_tensors(batch)]
+    tensors = [tensor for batch in step for tensor in batch.tensors()]
     if recorder is not None:
         recorder.begin_work(tensors)
     accounting.register(tensors, "activations")

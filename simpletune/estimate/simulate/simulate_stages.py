@@ -296,6 +296,7 @@ class ShapesOnlyModel:
     def __init__(self, family: Model):
         self.autoencoder = family.autoencoder
         self.predict = family.predict
+        self.rescale = family.rescale
         self.flow = family.flow
         self.skipped_steps = family.skipped_steps
         self.text = family.text

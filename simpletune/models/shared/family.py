@@ -92,6 +92,10 @@ class Family(ModelOption):
         """
         raise NotImplementedError
 
+    def rescale(self, guided: Tensor, positive: Tensor) -> Tensor:
+        """Correct a prediction with guidance [b, c, h, w] by that for the prompt alone, as the family does."""
+        return guided
+
     def skipped_steps(self, steps: int, strength: float) -> int:
         """Return how many of the first, noisiest of ``steps`` sampling steps a starting picture skips at a strength,
         with or without a mask; rounded as diffusers' pipelines of flow models do."""
@@ -162,6 +166,7 @@ class Family(ModelOption):
         sizes: Collection[Size] | None = None,
         cache: Path | None = None,
         overlay: Overlay | None = None,
+        mapped: bool = False,
     ) -> Denoiser:
         """Load the frozen model, quantising as it loads, with one layer at a time in host memory.
 
@@ -173,6 +178,7 @@ class Family(ModelOption):
             sizes: (width, height) in pixels of all pictures it will see, for ``fit_to``; None keeps the whole model.
             cache: the root folder of the cache for the quantised base; None disables caching.
             overlay: what ``loras`` names (``runs.stack``); None without any.
+            mapped: whether what stays in host memory stays in the pages of the cache's files.
 
         Raises:
             UserError: weights are missing or do not match the config.
@@ -188,16 +194,18 @@ class Family(ModelOption):
         def tensors() -> TensorSource:
             return network.random_tensors(config, seed, part.folder) if random else open_tensors(part)
 
+        def changed() -> TensorSource:
+            return tensors() if random else self.base_tensors(overlay)
+
         def fresh() -> Denoiser:
-            source = tensors() if random else self.base_tensors(overlay)
-            return fill_model(network.empty_model(config), source, precision, device, on_host, part.place)
+            return fill_model(network.empty_model(config), changed(), precision, device, on_host, part.place)
 
         if cache is None or random or not precision.cacheable:
             model = fresh()
         else:
             key = None if overlay is None else overlay.key
             cached = QuantisedBase(cache, config, partial(network.empty_model, config), part, precision, device, key)
-            model = cached.load(on_host) or cached.make(on_host, fresh)
+            model = cached.load(on_host, mapped) or cached.make(on_host, changed, fresh, mapped)
         if sizes is not None:
             # The model keeps this source to read constants again, so it must not hold an overlay's tensors.
             network.fit_to(model, sizes, tensors, precision.compute_dtype())

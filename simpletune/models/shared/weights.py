@@ -76,6 +76,18 @@ def fill_model(
     Raises:
         UserError: tensors are missing, unexpected, or have the wrong shape.
     """
+    require_names(model, tensors, place)
+    quantised = quantised_layers(model, precision)
+    for name in [name for name, _ in model.named_modules()]:  # names only, so that replaced layers are freed
+        fill_layer(model, name, tensors, precision, device, name in quantised, place)
+        if on_host(name):
+            keep_on_host(model.get_submodule(name))
+    model.eval().requires_grad_(False)
+    return model
+
+
+def require_names(model: nn.Module, tensors: TensorSource, place: str) -> None:
+    """Raise UserError if a source lacks a tensor of an empty model, or has others."""
     wanted, complaints = set(model.state_dict()), []
     for title, names in (("missing", wanted - tensors.names), ("unexpected", tensors.names - wanted)):
         if names:
@@ -84,24 +96,29 @@ def fill_model(
         raise UserError(
             f"{place}: the weights do not match their config.json ({'; '.join(complaints)}). Download the model again"
         )
-    quantised = quantised_layers(model, precision)
-    for name in [name for name, _ in model.named_modules()]:  # names only, so that replaced layers are freed
-        module = model.get_submodule(name)
-        dtype = None if name in quantised else precision.compute_dtype()
-        for own, expected in own_tensors(module):
-            full = f"{name}.{own}".removeprefix(".")  # a parameter of the model itself
-            tensor = tensors.get(full)
-            if tensor.shape != expected.shape:
-                shapes = f"{list(tensor.shape)}; its config.json requires {list(expected.shape)}"
-                raise UserError(f"{place}: {full} has shape {shapes}. Download the model again")
-            set_tensor(module, own, to_device(tensor, device, dtype))
-        if name in quantised:
-            module = quantised_layer(model, name, precision)
-            put_module(model, name, module)
-        if on_host(name):
-            keep_on_host(module)
-    model.eval().requires_grad_(False)
-    return model
+
+
+def fill_layer(
+    model: nn.Module,
+    name: str,
+    tensors: TensorSource,
+    precision: WeightPrecision,
+    device: torch.device,
+    quantised: bool,
+    place: str,
+) -> None:
+    """Fill one module's own tensors, without its children's, and quantise it if it is to be ``quantised``. Raises
+    UserError if one has the wrong shape."""
+    module = model.get_submodule(name)
+    for own, expected in own_tensors(module):
+        full = f"{name}.{own}".removeprefix(".")  # a parameter of the model itself
+        tensor = tensors.get(full)
+        if tensor.shape != expected.shape:
+            shapes = f"{list(tensor.shape)}; its config.json requires {list(expected.shape)}"
+            raise UserError(f"{place}: {full} has shape {shapes}. Download the model again")
+        set_tensor(module, own, to_device(tensor, device, None if quantised else precision.compute_dtype()))
+    if quantised:
+        put_module(model, name, quantised_layer(model, name, precision))
 
 
 def open_tensors(part: Part) -> TensorSource:

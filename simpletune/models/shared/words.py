@@ -24,6 +24,7 @@ class DiffusersPipeline(NamedTuple):
     inpainting: str | None = None  # class of the pipeline of models that inpaint; None: the family has none
     negative_prompt: bool = True  # whether it takes one; if not, guidance leads away from the empty text
     reads_embeddings: bool = False  # whether it loads embeddings of new tokens (textual inversion)
+    guidance: str = "guidance_scale"  # the argument of its call that has the scale of guidance
     guidance_offset: float = 0.0  # what its scale is more than that of classifier-free guidance
 
 

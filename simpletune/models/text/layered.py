@@ -43,19 +43,27 @@ class Tensors(Protocol):
 
 
 class PartTensors:
-    """Reads the tensors of one part by name. Opens the file for each read, so that nothing stays mapped in between."""
+    """Reads the tensors of one part by name. Opens the file for each read, so that nothing stays mapped in between.
 
-    def __init__(self, part: Part):
+    Args:
+        part: whose.
+        within: what may stand before the names in the files, of which the first that does counts: tensors without it
+            are not the encoder's. Empty: nothing.
+    """
+
+    def __init__(self, part: Part, within: Sequence[str] = ()):
         if part.file is not None:
             part.single_file().check(part.name)
         assert part.file is not None or part.folder is not None
         files = [part.file] if part.file is not None else weight_files(part.folder)  # type: ignore[arg-type]
         prefix = "" if part.layout is None else part.layout.prefixes[part.name]
+        entries = {name: (file, entry["shape"]) for file in files for name, entry in read_header(file).items()
+                   if name != "__metadata__"}  # fmt: skip
+        prefix += next((each for each in within if any(name.startswith(prefix + each) for name in entries)), "")
         self._places = {
-            name.removeprefix(prefix): (file, name, entry["shape"])
-            for file in files
-            for name, entry in read_header(file).items()
-            if name != "__metadata__" and name.startswith(prefix)
+            name.removeprefix(prefix): (file, name, shape)
+            for name, (file, shape) in entries.items()
+            if name.startswith(prefix)
         }
 
         self.shapes = {name: torch.Size(shape) for name, (_, _, shape) in self._places.items()}
@@ -99,6 +107,8 @@ class LayeredEncoder:
     """Its name for progress bars and messages."""
     embeddings: ClassVar[Sequence[str]]
     """The names of its token table: one tensor, of which a file has either name or both."""
+    within: ClassVar[Sequence[str]] = ()
+    """What may stand before its names in files that have more than the encoder, as for ``PartTensors``."""
     ignored: ClassVar[tuple[str, ...]] = ()
     """How the names of tensors begin that a file may have and the encoder does not use."""
     blocks: ClassVar[str]
@@ -119,7 +129,7 @@ class LayeredEncoder:
         self.dtype, self.device, self.changes = dtype, device, changes or UNCHANGED
         with explain_load_errors(part), init_empty_weights():
             self.model = self.build(part.config()).eval()
-        self.tensors = PartTensors(part) if tensors is None else tensors(self.model)
+        self.tensors = PartTensors(part, self.within) if tensors is None else tensors(self.model)
         found = {name: s for name, s in self.tensors.shapes.items() if not name.startswith(self.ignored)}
         self.table = next((name for name in self.embeddings if name in found), self.embeddings[0])
         unused = set(self.embeddings) - {self.table}

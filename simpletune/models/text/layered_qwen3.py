@@ -41,8 +41,12 @@ class LayeredQwen3(LayeredEncoder):
         return Qwen3ForCausalLM(Qwen3Config.from_dict(config))
 
     def call(self, block: nn.Module, x: Tensor, mask: Tensor | None, state: dict[str, Any]) -> Tensor:
-        inner: Any = self.model.model
-        places = torch.arange(x.shape[1], device=x.device)[None]
-        seen = create_causal_mask(config=inner.config, inputs_embeds=x, attention_mask=mask, past_key_values=None)
-        angles = inner.rotary_emb(x, places)
-        return block(x, attention_mask=seen, position_ids=places, position_embeddings=angles)
+        return call_layer(self.model.model, block, x, mask)
+
+
+def call_layer(model: Any, block: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
+    """Run a layer of one of Qwen's decoders as ``model`` does, which has its settings and its positions."""
+    places = torch.arange(x.shape[1], device=x.device)[None]
+    seen = create_causal_mask(config=model.config, inputs_embeds=x, attention_mask=mask, past_key_values=None)
+    found: Tensor = block(x, attention_mask=seen, position_ids=places, position_embeddings=model.rotary_emb(x, places))
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -134,6 +134,28 @@ class Batch:
         moved = replace(self, z_0=z_0, noise=noise, level=level, conditioning=conditioning)
         text = None if self.text is None else self.text.map(change)
         return replace(moved, weight=weight, prior=prior, inpainting=inpainting, text=text)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the batch."""
+        found: list[Tensor] = []
+
+        def see(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.map(see)
+        return found
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
+        """Put other tensors in place of those that ``tensors`` returns, in their order."""
+        others = iter(tensors)
+        return self.map(lambda _: next(others))
+
+    def kind(self) -> Hashable:
+        """Return what a pass of the batch depends on besides the values of its tensors."""
+        optional = [each is None for each in (self.weight, self.prior, self.inpainting, self.text)]
+        shapes = [(tensor.shape, tensor.dtype) for tensor in self.tensors()]
+        return self.fillers, self.parts, *optional, *self.conditioning.tensors(), *shapes
 
     def with_modulations(self, rows: Tensor) -> Batch:
         """Add a modulation plan's rows [b, m]."""

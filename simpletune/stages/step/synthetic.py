@@ -152,15 +152,6 @@ def _drawing_of(direction: Direction) -> Drawing:
     return Drawing(direction, 0, direction.strengths[0], direction.preserved[0] if direction.preserved else None)
 
 
-def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
-    """Return the tensors of a micro-batch."""
-    weights = (each for each in (batch.weight, batch.prior, batch.inpainting) if each is not None)
-    text = () if batch.text is None else batch.text.tensors()
-    if isinstance(batch, ConceptBatch):
-        weights = (each for text in (*batch.prompts.values(), batch.drawn) for each in text.tensors().values())
-    return batch.z_0, batch.noise, batch.level, *batch.conditioning.tensors().values(), *weights, *text
-
-
 class SingleProcess:
     """The parts of accelerate's Accelerator that a step core uses, for one process that exchanges nothing.
 

@@ -7,7 +7,7 @@ a configuration asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -21,6 +21,7 @@ from simpletune.engine.compile import compile_training
 from simpletune.engine.denoiser import Denoiser, model_device, model_units
 from simpletune.engine.fp16_blocks import fp16_blocks_of
 from simpletune.engine.fsdp.fsdp_model import FsdpModel, fsdp_model, local_parameters
+from simpletune.engine.graphs import Graphs
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.in_backward import step_in_backward
 from simpletune.engine.optim.loss_scale import LossScale
@@ -83,6 +84,10 @@ class TrainStep:
         self.accelerator = plain.accelerator
         self.device: torch.device = plain.accelerator.device
 
+        # how a pass runs
+        self.graphs: Graphs | None = None
+        """Replays the passes (``replay.graphs_of``); None: they run plainly."""
+
         # the state after a step
         self.base_to_draw: Callable[[], AbstractContextManager[object]] = nullcontext
         """Returns a context in which the base is the one that pictures are drawn with."""
@@ -144,7 +149,10 @@ class TrainStep:
         with phase("optimizer"):
             if self.updated:
                 self.variant.update()
-            self.optimizer.zero_grad(set_to_none=True)
+            if self.graphs is None:
+                self.optimizer.zero_grad(set_to_none=True)
+            else:
+                self.graphs.end_step()
             if self.updated:
                 self.variant.constrain()
         return loss, norm
@@ -153,6 +161,16 @@ class TrainStep:
         """Run the forward and backward passes of one batch; returns its part of the step's loss."""
         if batch.key is not None:
             reseed_global(*batch.key)
+
+        def run(tensors: Sequence[Tensor]) -> Tensor:
+            return self._passes(batch.with_tensors(tensors))
+
+        graphs = self.graphs
+        loss = self._passes(batch) if graphs is None else graphs.run(batch.kind(), batch.tensors(), run)
+        self.losses.append(loss)
+        return loss
+
+    def _passes(self, batch: Batch) -> Tensor:
         losses = []
         for each in self.variant.passes(batch):
             with phase("forward"):
@@ -160,8 +178,7 @@ class TrainStep:
             with phase("backward"), use_attention(self.config.speed.attention):  # it may recompute blocks
                 self.variant.backward(loss)
             losses.append(loss.detach())
-        self.losses.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
-        return self.losses[-1]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the loss of one micro-batch, fp32 []."""

@@ -351,7 +351,7 @@ FOREIGN = {
 
 
 UNETS = ("Stable Diffusion 1.5", "Stable Diffusion 2", "Stable Diffusion 1.5 or 2", "Stable Diffusion XL", "a U-Net")
-KNOWN = (*UNETS, "FLUX.2 klein 4B", "Z-Image")
+KNOWN = (*UNETS, "FLUX.2 klein 4B", "Z-Image", "Qwen-Image")
 
 
 @pytest.mark.parametrize("family", FOREIGN)

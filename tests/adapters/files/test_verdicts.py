@@ -38,6 +38,7 @@ LAYERS: Mapping[str, Mapping[str, tuple[int, int]]] = {  # inputs and outputs: o
         "single_transformer_blocks.0.attn.to_out": (12288, 8),
         "transformer_blocks.1.attn.to_k": (3072, 8),
     },
+    "Qwen-Image": {"transformer_blocks.0.img_mlp.net.2": (12288, 8), "transformer_blocks.1.attn.to_k": (3072, 8)},
     "Z-Image": {"layers.0.attention.to_k": (3840, 8), "layers.1.feed_forward.w1": (3840, 8)},
 }
 CLIP, T5 = "text_model.encoder.layers.0.self_attn.", "encoder.block.0.layer.0.SelfAttention.q"

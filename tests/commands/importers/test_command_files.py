@@ -286,7 +286,7 @@ def test_a_path_of_windows_that_is_left_out_is_not_a_change(tmp_path: Path, monk
 MUSUBI = [
     ("x.bat", "python wan_cache_latents.py --vae x\naccelerate launch src/musubi_tuner/wan_train_network.py --dit x",
      r"script wan_train_network.py \(Wan, by musubi-tuner\)"),
-    ("x.ps1", "accelerate launch src\\musubi_tuner\\qwen_image_train_network.py `\n --dit x", "Qwen-Image"),
+    ("x.ps1", "accelerate launch src\\musubi_tuner\\qwen_image_train.py `\n --dit x", "or Qwen-Image without a LoRA"),
     ("x.sh", "python -m musubi_tuner.zimage_train --dit x", "Z-Image, unless it trains a LoRA"),
     ("x.sh", "python flux_kontext_train_network.py", r"FLUX.1 Kontext"),
     ("x.sh", "python hv_train_network.py", r"\(HunyuanVideo, "),

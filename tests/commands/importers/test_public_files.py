@@ -55,6 +55,9 @@ IMPORTED: list[tuple[str, str, Json]] = [
     ("simpletuner/int8.json", "eriksjaastad/Flo-Fi: config/config.json",
      {"model.family": "sdxl", "precision.weights": "int8-quanto", "adapter.alpha": 8, "schedule.name": "cosine",
       "train.epochs": 10, "validation.every": None}),
+    ("simpletuner/qwen.json", "akuratabot/lora-trainer: config/config.json, shortened",
+     {"model.family": "qwen_image", "model.pretrained": "Qwen/Qwen-Image", "adapter.targets": "attention_image",
+      "adapter.rank": 64, "objective.shift": 1.73, "precision.weights": "bf16"}),
     ("onetrainer/xl_lora_old.json", "sangoi-exe/OneTrainer: training_presets/#sdxl 1.0 LoRA.json",
      {"model.family": "sdxl", "adapter.rank": 16, "adapter.conv_rank": 16, "precision.weights": "bf16",
       "train.batch_size": 4, "text": "unset"}),
@@ -87,7 +90,6 @@ REFUSED = [
     ("kohya/db.toml", "cyber-meow/sd_training_config: kohya_db_config.toml", "network_module names no network"),
     ("kohya/flux.toml", "finesseus/sd-scripts: config_file.toml, shortened", "(Flux) is not supported"),
     ("kohya_ss/flux.json", "bmaltais/kohya_ss: presets/lora/flux1D - adamw8bit fp8.json", "Flux1 is not supported"),
-    ("simpletuner/qwen.json", "akuratabot/lora-trainer: config/config.json, shortened", "model_family qwen_image"),
     ("ai_toolkit/controlnet.yaml", "a guide to ControlNet with ai-toolkit", "network.type controlnet"),
     ("diffusers/controlnet_xl.sh", "modelscope/ms-swift: run_train_controlnet_sdxl.sh", "train_controlnet_sdxl.py"),
 ]

@@ -32,15 +32,15 @@ from simpletune.config.load import read_config
 from simpletune.data.storage.cache import FileCache
 from simpletune.models.shared.quantised_cache import QuantisedBase
 from simpletune.training.train import train
-made, save, keep = [], FileCache.save, QuantisedBase.keep
+made, save, write = [], FileCache.save, QuantisedBase.write
 def slow(self, key, tensors):
     time.sleep(0.05)
     made.append(str(self.file(key)))
     save(self, key, tensors)
-def slow_keep(self, model):
+def slow_write(self, tensors):
     time.sleep(1)
     made.append(str(self.folder))
-    return keep(self, model)
+    return write(self, tensors)
 config, ready, other = sys.argv[1:]
 make = QuantisedBase.make
 def make_when_both_lack_it(self, *rest):
@@ -48,7 +48,7 @@ def make_when_both_lack_it(self, *rest):
     while not Path(other + ".lacks").exists():
         time.sleep(0.005)
     return make(self, *rest)
-FileCache.save, QuantisedBase.keep, QuantisedBase.make = slow, slow_keep, make_when_both_lack_it
+FileCache.save, QuantisedBase.write, QuantisedBase.make = slow, slow_write, make_when_both_lack_it
 Path(ready).touch()
 while not Path(other).exists():
     time.sleep(0.005)

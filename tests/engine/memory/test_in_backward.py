@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 from slow_cases import slow_but
 from tiny_runs import saved_weights
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.optim.in_backward import step_in_backward
+from simpletune.engine.optim.in_backward import FEW, step_in_backward
 from simpletune.engine.optim.options import AdamW, AdamWBF16
 from simpletune.engine.optim.rounding import key_draws
 from simpletune.engine.optim.state import begin_step, state_to_tensors
@@ -59,17 +60,23 @@ def make(
     return data
 
 
+@pytest.mark.parametrize("few", [0, 100, FEW])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_updates_in_the_backward_pass_are_those_after_it_bit_for_bit(name: str, dtype: torch.dtype) -> None:
-    """Weights and state, of 8 bits where the layer is large; the rate changes with each step."""
+def test_updates_in_the_backward_pass_are_those_after_it_bit_for_bit(
+    name: str, dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and state, of 8 bits where the layer is large; the rate changes with each step. Of parameters that wait
+    for each other, none, the smaller ones, or all, in groups."""
+    monkeypatch.setattr("simpletune.engine.optim.in_backward.FEW", few)
+    monkeypatch.setattr("simpletune.engine.optim.in_backward.TOGETHER", 6200)
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 5)).to(dtype)
     x, results = torch.randn(4, 64).to(dtype), []
-    for in_backward in (False, True):
+    for lever in (False, True):
         model = copy.deepcopy(layers)
-        optimizer = option_of(name).build(model.parameters(), in_backward)
-        if in_backward:
+        optimizer = option_of(name).build(model.parameters(), lever)
+        if lever:
             step_in_backward(optimizer, None)
         for step in range(5):
             key_draws(optimizer, 7, step)
@@ -143,8 +150,9 @@ def backward(tiny_config: dict, in_backward: bool, watch: Callable[[nn.Module, n
     return model
 
 
-def test_no_gradient_outlives_its_update(tiny_config: dict) -> None:
+def test_no_gradient_outlives_its_update(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the lever, the gradients that exist when one is used are its own; without it they are all there at last."""
+    monkeypatch.setattr("simpletune.engine.optim.in_backward.FEW", 0)
     alive: list[tuple[int, int]] = []
 
     def gradient_bytes(model: nn.Module) -> int:
@@ -156,6 +164,42 @@ def test_no_gradient_outlives_its_update(tiny_config: dict) -> None:
     normal = backward(tiny_config, False, lambda *_: None)
     used = sum(own for _, own in alive)
     assert gradient_bytes(normal) == used > 0.9 * sum(p.nbytes for p in normal.parameters())
+
+
+class Operations(TorchDispatchMode):
+    """Counts what runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_small_parameters_wait_for_each_other_and_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipped as alone; at most so many of their gradients are alive, and none after the pass."""
+    found: list[list[torch.Tensor]] = []
+    counts, alive = [], []
+    for few, together in ((0, 1), (1000, 250), (1000, 10**6)):
+        monkeypatch.setattr("simpletune.engine.optim.in_backward.FEW", few)
+        monkeypatch.setattr("simpletune.engine.optim.in_backward.TOGETHER", together)
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(90).bfloat16()) for _ in range(12)]
+        optimizer = AdamW(lr=0.1).build(parameters, in_backward=True)
+        step_in_backward(optimizer, 0.5)
+        update = optimizer.update_together
+        optimizer.update_together = lambda given, update=update: (alive.append(len(given)), update(given))
+        for step in range(2):
+            key_draws(optimizer, 7, step)
+            loss = sum((number * each).float().square().sum() for number, each in enumerate(parameters))
+            with Operations() as operations:
+                loss.backward()
+            assert all(parameter.grad is None for parameter in parameters) and len(optimizer.norms) == 12
+        counts.append(operations.count)
+        found.append([*parameters, *(optimizer.norms[parameter] for parameter in parameters)])
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+    assert alive == [3] * 8 + [12] * 2
+    assert counts[2] < counts[1] < counts[0] and counts[0] - counts[2] > 12 * 10
 
 
 def test_a_parameter_without_gradient_stays_and_has_no_state() -> None:

@@ -25,7 +25,7 @@ from simpletune.engine.quant.precision import FP32, Int8, Int8Quanto, Nf4, Weigh
 from simpletune.models.sd3.sd3_architecture import SD3Architecture
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.quantised_cache import QuantisedBase
-from simpletune.models.shared.weights import fill_model
+from simpletune.models.shared.weights import fill_model, open_tensors
 from simpletune.system.safetensors_file import WeightReader
 
 CPU = torch.device("cpu")
@@ -151,9 +151,11 @@ def test_a_cached_base_is_the_quantised_one_bit_for_bit(
     precision: WeightPrecision, folder: Path, loaded: Loaded, tmp_path: Path
 ) -> None:
     fresh = loaded(precision)
-    base = QuantisedBase(tmp_path, TINY, lambda: empty(TINY), Part("unet", folder), precision, CPU)
+    part = Part("unet", folder)
+    base = QuantisedBase(tmp_path, TINY, lambda: empty(TINY), part, precision, CPU)
     assert base.load(lambda name: False) is None
-    again = base.make(lambda name: False, lambda: fresh) and base.load(lambda name: False)
+    made = base.make(lambda name: False, lambda: open_tensors(part), lambda: pytest.fail("nothing was written"))
+    again = made and base.load(lambda name: False)
     assert again is not None and kinds(again) == kinds(fresh)
     state = fresh.state_dict()
     assert list(again.state_dict()) == list(state)
@@ -166,8 +168,9 @@ def test_a_cached_base_is_the_quantised_one_bit_for_bit(
 def test_a_cached_base_is_dequantised_for_tools(
     precision: WeightPrecision, folder: Path, loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = QuantisedBase(tmp_path, TINY, lambda: empty(TINY), Part("unet", folder), precision, CPU)
-    base.keep(loaded(precision))
+    part = Part("unet", folder)
+    base = QuantisedBase(tmp_path, TINY, lambda: empty(TINY), part, precision, CPU)
+    assert base.write(open_tensors(part))
     monkeypatch.setattr(SD3Architecture, "empty_model", lambda self, config: empty(config))
     kept, plain = QuantisedBaseReader(base.folder), loaded(FP32()).state_dict()
     assert kept.shapes == {name: tuple(tensor.shape) for name, tensor in plain.items()}

@@ -1,4 +1,4 @@
-/* cuBLAS and cuBLASLt: handles and descriptors are there, products are not computed (succeed.c has their names).
+/* cuBLAS and cuBLASLt: handles and descriptors are there, products are not computed (those that training does not need stand in succeed.c).
  *
  * The headers of cuBLAS need C++ headers that the wheel lacks: the few types stand here.
  */
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SUCCESS = 0, NOT_INITIALIZED = 1, ALLOC_FAILED = 3, INVALID_VALUE = 7 };
+enum { SUCCESS = 0, NOT_INITIALIZED = 1, ALLOC_FAILED = 3, INVALID_VALUE = 7, EXECUTION_FAILED = 13 };
 
 struct handle {
     enum { ALIVE = 0xb1a5, GONE = 0x60e1 } state;
@@ -130,4 +130,23 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *product, void *a, void *b
     memset(found, 0, sizeof *found);
     *count = 1;
     return SUCCESS;
+}
+
+/* Products, which go to their handle's stream. */
+#define PRODUCT(name)                                                                 \
+    int name(struct handle *handle) {                                                 \
+        COUNT();                                                                      \
+        return dry_queued(__func__, handle->stream) ? EXECUTION_FAILED : SUCCESS; \
+    }
+PRODUCT(cublasGemmEx)
+PRODUCT(cublasGemmStridedBatchedEx)
+PRODUCT(cublasSgemm_v2)
+PRODUCT(cublasSgemmStridedBatched)
+
+int cublasLtMatmul(void *handle, void *desc, void *alpha, void *a, void *la, void *b, void *lb, void *beta, void *c, void *lc,
+                   void *d, void *ld, void *algo, void *workspace, size_t bytes, void *stream) {
+    COUNT();
+    (void)handle, (void)desc, (void)alpha, (void)a, (void)la, (void)b, (void)lb, (void)beta, (void)c, (void)lc, (void)d;
+    (void)ld, (void)algo, (void)workspace, (void)bytes;
+    return dry_queued(__func__, stream) ? EXECUTION_FAILED : SUCCESS;
 }

@@ -217,7 +217,9 @@ CUresult cuMemUnmap(CUdeviceptr pointer, size_t bytes) {
 
 CUresult cuMemsetD32Async(CUdeviceptr pointer, unsigned int value, size_t count, CUstream stream) {
     COUNT();
-    (void)stream;
+    int code = dry_queued(__func__, stream);
+    if (code || dry_captures(stream))
+        return (CUresult)code;
     return (CUresult)dry_fill(__func__, (void *)pointer, (int)value, 4 * count); /* right for bytes that are equal */
 }
 
@@ -229,6 +231,9 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     COUNT();
     MAY_FAIL();
     (void)image;
+    int code = dry_unsafe_in_capture(__func__);
+    if (code)
+        return (CUresult)code;
     *module = (CUmodule)&a_module;
     return CUDA_SUCCESS;
 }
@@ -292,4 +297,19 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
     if (status)
         *status = cudaDriverEntryPointSuccess;
     return cudaSuccess;
+}
+
+/* Their launches. */
+
+CUresult cuLaunchKernel(CUfunction f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned shared,
+                        CUstream stream, void **values, void **extra) {
+    COUNT();
+    (void)f, (void)a, (void)b, (void)c, (void)d, (void)e, (void)g, (void)shared, (void)values, (void)extra;
+    return (CUresult)dry_queued(__func__, stream);
+}
+
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **values, void **extra) {
+    COUNT();
+    (void)f, (void)values, (void)extra;
+    return (CUresult)dry_queued(__func__, config->hStream);
 }

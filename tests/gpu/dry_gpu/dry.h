@@ -82,3 +82,10 @@ int dry_fill(const char *call, void *start, int value, size_t bytes);
 
 int dry_current_device(void);
 int dry_error(int code);         /* remembers the code for cudaGetLastError and returns it */
+
+/* graphs.c: what a call means while a graph is captured; an error of the card, or 0. */
+
+int dry_queued(const char *call, const void *stream);
+int dry_copied_in_capture(const char *call, const void *stream, bool pageable);
+int dry_unsafe_in_capture(const char *call);
+bool dry_captures(const void *stream); /* what is queued on it is not done, but becomes a node */

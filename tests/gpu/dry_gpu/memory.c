@@ -69,6 +69,9 @@ cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
 cudaError_t cudaMalloc(void **pointer, size_t bytes) {
     COUNT();
     *pointer = NULL;
+    int code = dry_unsafe_in_capture(__func__);
+    if (code)
+        return (cudaError_t)code;
     if (!bytes)
         return cudaSuccess;
     int device = dry_current_device();
@@ -125,6 +128,9 @@ cudaError_t cudaMemPrefetchAsync(const void *pointer, size_t bytes, struct cudaM
 cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned int flags) {
     COUNT();
     (void)flags;
+    int code = dry_unsafe_in_capture(__func__);
+    if (code)
+        return (cudaError_t)code;
     if (posix_memalign(pointer, 4096, bytes ? bytes : 1))
         return dry_error(cudaErrorMemoryAllocation);
     dry_range_add(*pointer, bytes ? bytes : 1, PINNED, dry_current_device());
@@ -236,14 +242,19 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpy
     COUNT();
     SYNCHRONISES();
     (void)kind;
-    return dry_copy(__func__, to, from, bytes);
+    int code = dry_unsafe_in_capture(__func__);
+    return (cudaError_t)(code ? code : dry_copy(__func__, to, from, bytes));
 }
 
 /* A copy from the device to pageable memory has ended when the call returns, whatever its name says. */
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
     COUNT();
-    (void)kind, (void)stream;
+    (void)kind;
     struct range range;
+    bool pageable = !dry_range_at(from, &range) || !dry_range_at(to, &range);
+    int code = dry_copied_in_capture(__func__, stream, pageable);
+    if (code || dry_captures(stream))
+        return (cudaError_t)code;
     if (dry_range_at(from, &range) && (range.kind == DEVICE || range.kind == RESERVED) && !dry_range_at(to, &range))
         SYNCHRONISES();
     return dry_copy(__func__, to, from, bytes);
@@ -252,7 +263,10 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                               enum cudaMemcpyKind kind, cudaStream_t stream) {
     COUNT();
-    (void)kind, (void)stream;
+    (void)kind;
+    int code = dry_queued(__func__, stream);
+    if (code || dry_captures(stream))
+        return (cudaError_t)code;
     for (size_t row = 0; row < height; row++)
         dry_copy(__func__, (char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
     return cudaSuccess;
@@ -261,17 +275,19 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
 cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes,
                                 cudaStream_t stream) {
     COUNT();
-    (void)to_device, (void)from_device, (void)stream;
-    return dry_copy(__func__, to, from, bytes);
+    (void)to_device, (void)from_device;
+    int code = dry_queued(__func__, stream);
+    return (cudaError_t)(code || dry_captures(stream) ? code : dry_copy(__func__, to, from, bytes));
 }
 
 cudaError_t cudaMemset(void *start, int value, size_t bytes) {
     COUNT();
-    return dry_fill(__func__, start, value, bytes);
+    int code = dry_queued(__func__, NULL);
+    return (cudaError_t)(code ? code : dry_fill(__func__, start, value, bytes));
 }
 
 cudaError_t cudaMemsetAsync(void *start, int value, size_t bytes, cudaStream_t stream) {
     COUNT();
-    (void)stream;
-    return dry_fill(__func__, start, value, bytes);
+    int code = dry_queued(__func__, stream);
+    return (cudaError_t)(code || dry_captures(stream) ? code : dry_fill(__func__, start, value, bytes));
 }

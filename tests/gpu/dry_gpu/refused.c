@@ -12,24 +12,24 @@ enum { CUDA_NOT_SUPPORTED = 801, CUBLAS_NOT_SUPPORTED = 15 };
         return code;                                \
     }
 
-/* Graphs, memory of other processes, the runtime's own pools, peers, modules that are linked at run time. */
+/* Graphs that are not captured, memory of other processes, the runtime's own pools, peers, modules that are linked at run time. */
 #define X(name) REFUSE(name, CUDA_NOT_SUPPORTED)
 #define RUNTIME \
     X(cuLinkAddData_v2) X(cuLinkComplete) X(cuLinkCreate_v2) X(cuTensorMapEncodeIm2col) \
     X(cuTensorMapEncodeTiled) \
     X(cudaDeviceEnablePeerAccess) X(cudaDeviceGetDefaultMemPool) X(cudaFreeAsync) X(cudaGraphAddNode) \
-    X(cudaGraphConditionalHandleCreate) X(cudaGraphDebugDotPrint) X(cudaGraphDestroy) X(cudaGraphExecDestroy) \
-    X(cudaGraphGetNodes) X(cudaGraphInstantiateWithFlags) X(cudaGraphLaunch) X(cudaGraphNodeGetDependencies) \
+    X(cudaGraphConditionalHandleCreate) X(cudaGraphDebugDotPrint) \
+    X(cudaGraphNodeGetDependencies) \
     X(cudaIpcCloseMemHandle) X(cudaIpcGetEventHandle) X(cudaIpcGetMemHandle) X(cudaIpcOpenEventHandle) \
     X(cudaIpcOpenMemHandle) X(cudaLibraryGetKernel) X(cudaLibraryLoadData) X(cudaLibraryUnload) X(cudaMallocAsync) \
     X(cudaMemPoolGetAttribute) X(cudaMemPoolSetAccess) X(cudaMemPoolSetAttribute) X(cudaMemPoolTrimTo) \
-    X(cudaStreamBeginCapture) X(cudaStreamBeginCaptureToGraph) X(cudaStreamEndCapture) \
+    X(cudaStreamBeginCaptureToGraph) \
     X(cudaStreamUpdateCaptureDependencies)
 RUNTIME
 
 /* What torch 2.14 or 2.15 imports and 2.13 does not. */
 #define NEWER_RUNTIME \
-    X(cudaDeviceGetGraphMemAttribute) X(cudaDeviceSetGraphMemAttribute) X(cudaGraphInstantiate) \
+    X(cudaDeviceGetGraphMemAttribute) X(cudaDeviceSetGraphMemAttribute) \
     X(cudaGraphRetainUserObject) X(cudaLibraryGetGlobal) X(cudaLibraryGetKernelCount) X(cudaLibraryGetManaged) \
     X(cudaLibraryGetUnifiedFunction) X(cudaLibraryLoadFromFile) X(cudaUserObjectCreate) X(cudaUserObjectRelease)
 NEWER_RUNTIME
@@ -52,7 +52,7 @@ NEWER_RUNTIME
     X(cublasIdamin_v2) X(cublasIsamax_v2) X(cublasIsamin_v2) X(cublasIzamax_v2) X(cublasIzamin_v2) X(cublasSasum_v2) \
     X(cublasSaxpy_v2) X(cublasScasum_v2) X(cublasScnrm2_v2) X(cublasScopy_v2) X(cublasSetMatrixAsync) \
     X(cublasSetVectorAsync) X(cublasSgelsBatched) X(cublasSgemmBatched) X(cublasSgeqrfBatched) X(cublasSger_v2) \
-    X(cublasSgetrfBatched) X(cublasSgetrsBatched) X(cublasSnrm2_v2) X(cublasSrot_v2) X(cublasSrotg_v2) \
+    X(cublasSnrm2_v2) X(cublasSrot_v2) X(cublasSrotg_v2) \
     X(cublasSrotm_v2) X(cublasSrotmg_v2) X(cublasSscal_v2) X(cublasSswap_v2) X(cublasSsymm_v2) X(cublasSsymv_v2) \
     X(cublasSsyr2_v2) X(cublasSsyr2k_v2) X(cublasSsyr_v2) X(cublasSsyrk_v2) X(cublasStrmm_v2) X(cublasStrmv_v2) \
     X(cublasStrsv_v2) X(cublasZaxpy_v2) X(cublasZcopy_v2) X(cublasZdrot_v2) X(cublasZdscal_v2) X(cublasZgelsBatched) \

@@ -1,29 +1,11 @@
 /* Streams and events. Nothing runs on the device, so that every stream is idle; an event holds the host's time. */
 #include "dry.h"
+#include "streams.h"
 
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <time.h>
-
-/* One of these stands behind each cudaStream_t and cudaEvent_t. Freed ones stay, marked: a later use is found. */
-enum what { STREAM = 0x57e4, EVENT = 0xe7e4, GONE = 0x60e0 };
-
-struct CUstream_st {
-    enum what what;
-    int device;
-    int priority;
-};
-
-struct CUevent_st {
-    enum what what;
-    int device;
-    bool recorded;
-    struct timespec time;
-};
-
-/* The null, the legacy and the per-thread default stream are no pointers. */
-static bool is_default(cudaStream_t stream) { return (size_t)stream <= 2; }
 
 static bool usable_stream(const char *call, cudaStream_t stream) {
     if (is_default(stream) || stream->what == STREAM)
@@ -41,11 +23,11 @@ static bool usable_event(const char *call, cudaEvent_t event) {
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned int flags, int priority) {
     COUNT();
-    (void)flags;
     *stream = malloc(sizeof **stream);
     if (!*stream)
         return dry_error(cudaErrorMemoryAllocation);
-    **stream = (struct CUstream_st){STREAM, dry_current_device(), priority};
+    **stream = (struct CUstream_st){
+        .what = STREAM, .device = dry_current_device(), .priority = priority, .blocking = !(flags & cudaStreamNonBlocking)};
     return cudaSuccess;
 }
 
@@ -80,65 +62,36 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     COUNT();
-    return usable_stream(__func__, stream) ? cudaSuccess : dry_error(cudaErrorInvalidResourceHandle);
+    return usable_stream(__func__, stream) ? dry_host_waits(__func__, stream) : dry_error(cudaErrorInvalidResourceHandle);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags) {
     COUNT();
     (void)flags;
     bool usable = usable_stream(__func__, stream) && usable_event(__func__, event);
-    return usable ? cudaSuccess : dry_error(cudaErrorInvalidResourceHandle);
+    return usable ? dry_wait_in_capture(stream, event) : dry_error(cudaErrorInvalidResourceHandle);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     COUNT();
     SYNCHRONISES();
     dry_trace("%s", __func__);
-    return usable_stream(__func__, stream) ? cudaSuccess : dry_error(cudaErrorInvalidResourceHandle);
+    return usable_stream(__func__, stream) ? dry_host_waits(__func__, stream) : dry_error(cudaErrorInvalidResourceHandle);
 }
 
 cudaError_t cudaDeviceSynchronize(void) {
     COUNT();
     SYNCHRONISES();
     dry_trace("%s", __func__);
-    return cudaSuccess;
-}
-
-/* No graph is ever recorded: see refused.c. */
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-    COUNT();
-    (void)stream;
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                     cudaGraph_t *graph, const cudaGraphNode_t **dependencies,
-                                     const cudaGraphEdgeData **edges, size_t *count) {
-    COUNT();
-    (void)stream, (void)graph, (void)dependencies, (void)edges;
-    *status = cudaStreamCaptureStatusNone;
-    if (id)
-        *id = 0;
-    if (count)
-        *count = 0;
-    return cudaSuccess;
-}
-
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
-    COUNT();
-    static __thread enum cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
-    enum cudaStreamCaptureMode before = current;
-    current = *mode;
-    *mode = before;
-    return cudaSuccess;
+    return (cudaError_t)dry_unsafe_in_capture(__func__);
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
     COUNT();
-    (void)stream;
-    function(data);
-    return cudaSuccess;
+    int code = dry_queued(__func__, stream);
+    if (!code)
+        function(data);
+    return (cudaError_t)code;
 }
 
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned int flags) {
@@ -177,6 +130,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
         dry_misused_at(__func__, event, "the event and the stream belong to different devices");
         return dry_error(cudaErrorInvalidResourceHandle);
     }
+    dry_record_in_capture(event, stream);
     event->recorded = true;
     clock_gettime(CLOCK_MONOTONIC, &event->time);
     return cudaSuccess;
@@ -186,14 +140,14 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cud
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     COUNT();
-    return usable_event(__func__, event) ? cudaSuccess : dry_error(cudaErrorInvalidResourceHandle);
+    return usable_event(__func__, event) ? dry_host_waits_for_event(__func__, event) : dry_error(cudaErrorInvalidResourceHandle);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     COUNT();
     SYNCHRONISES();
     dry_trace("%s", __func__);
-    return usable_event(__func__, event) ? cudaSuccess : dry_error(cudaErrorInvalidResourceHandle);
+    return usable_event(__func__, event) ? dry_host_waits_for_event(__func__, event) : dry_error(cudaErrorInvalidResourceHandle);
 }
 
 /* Milliseconds of the host between two records; at least a microsecond, for rates are computed from it. */

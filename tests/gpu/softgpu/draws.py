@@ -10,6 +10,8 @@ from collections import OrderedDict
 
 import torch
 
+from softgpu import queues
+
 STATES = 4096
 """How many states to keep, 5 KB each."""
 
@@ -25,6 +27,8 @@ class Draw:
     """
 
     def __init__(self, of: torch.Generator | None, device: int):
+        if queues.captures(queues.current_stream(device)):
+            raise NotImplementedError("softgpu: random numbers in a graph have no values here")
         self._of = torch.cuda.default_generators[device] if of is None else of
         self.generator = torch.Generator()
         self._seed, begin = self._of.initial_seed(), self._of.get_offset()

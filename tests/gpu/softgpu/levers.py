@@ -32,6 +32,7 @@ from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.stages.latent_cache import CachedImage
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
+from simpletune.stages.step.replay import graphs_of
 from simpletune.stages.step.synthetic import SingleProcess
 from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.training.pending_steps import DeviceEvent, PendingStep, global_figures
@@ -56,6 +57,12 @@ class Levers:
     ahead: int = 0
     in_backward: bool = False
     accumulation: int = 1
+    graphs: bool = False
+
+    @property
+    def steps(self) -> int:
+        """More with graphs, whose first two are plain."""
+        return STEPS + 3 if self.graphs else STEPS
 
     def config(self, device: str) -> TrainConfig:
         """The run's configuration."""
@@ -65,11 +72,11 @@ class Levers:
                 "name": "levers",
                 "device": device,
                 "data": {"path": "."},
-                "adapter": {"method": "lora", "rank": 4} if self.method == "lora" else {"method": "full"},
+                "adapter": {"method": self.method} | ({} if self.method in ("full", "oft") else {"rank": 4}),
                 "precision": precision,
-                "optimizer": {"name": self.optimizer, "lr": 0.01},
+                "optimizer": {"name": self.optimizer, "lr": 1 if self.optimizer == "prodigy" else 0.01},
                 "train": {
-                    "steps": STEPS,
+                    "steps": self.steps,
                     "batch_size": BATCH,
                     "gradient_accumulation": self.accumulation,
                     "clip": "per_parameter" if self.in_backward else "global",
@@ -84,6 +91,7 @@ class Levers:
                     "modulation_window": self.window or 16,
                     "optimizer_in_backward": self.in_backward,
                 },
+                "speed": {"graphs": self.graphs},
             },
             "levers",
         )
@@ -107,6 +115,25 @@ TOGETHER = {
         "full", "bf16", "adamw8bit", streamed=True, boundaries=True, less=True, prefetch=True, ahead=1, in_backward=True
     ),
 }  # fmt: skip
+
+GRAPHS = {
+    "graphs": Levers(graphs=True),
+    "graphs nf4": Levers(weights="nf4", graphs=True),
+    "graphs bf16": Levers(weights="bf16", graphs=True),
+    "graphs LoKr": Levers("lokr", graphs=True),
+    "graphs DoRA": Levers("dora", graphs=True),
+    "graphs plan windows": Levers(window=2, graphs=True),
+    "graphs accumulation": Levers(accumulation=3, graphs=True),
+    "graphs full": Levers("full", "fp32", "adamw8bit", graphs=True),
+    "graphs LoHa": Levers("loha", graphs=True),
+    "graphs OFT": Levers("oft", graphs=True),
+    **{
+        f"graphs {name}": Levers("full", "bf16", name, graphs=True)
+        for name in ("adafactor", "adamw_bf16", "adamw_schedule_free", "lion8bit", "paged_adamw8bit", "prodigy")
+    },
+}
+ALL_GRAPHS = Levers(less=True, window=2, prefetch=True, ahead=1, accumulation=2, graphs=True)
+"""With every lever that a graph takes."""
 
 
 class _Plan:
@@ -161,6 +188,7 @@ def assembled(levers: Levers, device: torch.device) -> TrainStep:
     )  # fmt: skip
     core = assemble(config, model, SingleProcess(device))  # type: ignore[arg-type]
     shake_updates(model)
+    core.graphs = graphs_of(core)
     return core
 
 
@@ -207,18 +235,18 @@ def _run(levers: Levers, device: str) -> Result:
     where = torch.device(device)
     core = assembled(levers, where)
     batches = BatchLoader(_prepared(levers.accumulation), 0, where, modulation=core.modulation)
-    figures, pending = [], deque[PendingStep]()
+    figures, pending, steps = [], deque[PendingStep](), levers.steps
     core.model.train()
     early: list[Tensor] = []
-    with Prefetcher(batches, STEPS, on=levers.prefetch) as prefetcher:
-        for step in range(STEPS):
+    with Prefetcher(batches, steps, on=levers.prefetch) as prefetcher:
+        for step in range(steps):
             began = DeviceEvent(where)
             given = prefetcher.step(step)
-            loss, norm = core.run(step, STEPS, given)
+            loss, norm = core.run(step, steps, given)
             pending.append(PendingStep.launch(step, began, core, global_figures(loss, norm, core)))
-            if step + 1 == STEPS and device == "cuda":
+            if step + 1 == steps and device == "cuda":
                 early = [tensor.clone() for tensor in _left(core) if tensor.device.type == "cpu"]
-            while len(pending) > (0 if step + 1 == STEPS else levers.ahead):
+            while len(pending) > (0 if step + 1 == steps else levers.ahead):
                 figures.append(pending.popleft().read()[:2])
     return Result(figures, [tensor.cpu().clone() for tensor in _left(core)], early)
 
@@ -247,7 +275,8 @@ def run_paged() -> Result:
 
 
 RUNS: dict[str, Callable[[], Result]] = {
-    **{name: partial(run, levers) for name, levers in (ALONE | TOGETHER).items()},
+    **{name: partial(run, levers) for name, levers in (ALONE | TOGETHER | GRAPHS).items()},
+    "all graphs": partial(run, ALL_GRAPHS),
     "LoRA poisoned": partial(run_poisoned, TOGETHER["LoRA"]),
     "full poisoned": partial(run_poisoned, TOGETHER["full"]),
     "paged": run_paged,

@@ -18,7 +18,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { OK = 0, NOT_READY = 600, NOT_SUPPORTED = 801 };
+enum { OK = 0, NOT_READY = 600, NOT_SUPPORTED = 801, STREAM_CAPTURE_UNSUPPORTED = 900 };
 enum place { PAGEABLE, PINNED, DEVICE, MANAGED };
 enum what { OPERATOR, COPY, FILL, CALL, RECORD, WAIT };
 
@@ -27,6 +27,7 @@ struct mark {
     struct stream *on;
     bool done;
     double at; /* ms */
+    struct mark *again; /* of a record in a graph: that of the last replay */
 };
 
 struct item {
@@ -38,6 +39,7 @@ struct item {
     void (*call)(void *);
     void *data;
     struct mark *mark;
+    void *where; /* in a graph: the stream */
     struct item *next;
 };
 
@@ -66,7 +68,7 @@ static bool queued;                                        /* false: everything 
 static uint64_t state = 1;
 static __thread int muted, last_error;
 static __thread long read_back;
-static void (*operate)(long);
+static void (*operate)(long), (*forget)(long);
 
 #define NEXT(name) ({ static void *found_; if (!found_) found_ = dlsym(RTLD_NEXT, name); found_; })
 
@@ -282,7 +284,80 @@ static bool any_eager(void) {
     return false;
 }
 
+/* Graphs. What is queued on a stream that captures, by the stub's word, is recorded; a replay queues it anew. Branches of a
+ * graph are queues of their own then, which wait for nothing but what the capture has recorded. */
+
+#define BRANCHES 64
+struct graph {
+    void *handle; /* of the graph, later of what is made of it to be launched */
+    struct item *head, *tail;
+    void *captured[BRANCHES]; /* streams; the first is the one that began */
+    int branches;
+    struct graph *next;
+};
+static struct graph *recording, *graphs;
+
+static bool captures(void *handle) {
+    if (!recording || (size_t)handle <= 2)
+        return false;
+    int status = 0, (*ask)(void *, int *) = NEXT("cudaStreamIsCapturing");
+    return ask && ask(handle, &status) == OK && status == 1;
+}
+
+static void keep(void *handle, struct item given) {
+    struct item *item = malloc(sizeof *item);
+    *item = given;
+    item->where = handle, item->next = NULL;
+    if (recording->tail)
+        recording->tail->next = item;
+    else
+        recording->head = item;
+    recording->tail = item;
+}
+
+static int branch_of(struct graph *graph, void *stream) {
+    for (int i = 0; i < graph->branches; i++)
+        if (graph->captured[i] == stream)
+            return i;
+    if (graph->branches == BRANCHES)
+        abort();
+    graph->captured[graph->branches] = stream;
+    return graph->branches++;
+}
+
+/* Its numbers are forgotten, and with them what Python computes for them. */
+static void free_graph(struct graph *graph) {
+    for (struct item *item = graph->head, *next; item; item = next) {
+        next = item->next;
+        if (item->what == OPERATOR && forget)
+            forget(item->number);
+        free(item);
+    }
+    free(graph);
+}
+
+static struct graph *graph_of(void *handle) {
+    struct graph *found = graphs;
+    while (found && found->handle != handle)
+        found = found->next;
+    return found;
+}
+
+static void drop_graph(void *handle) {
+    for (struct graph **place = &graphs; *place; place = &(*place)->next)
+        if ((*place)->handle == handle) {
+            struct graph *dropped = *place;
+            *place = dropped->next;
+            free_graph(dropped);
+            return;
+        }
+}
+
 static void enqueue(void *handle, struct item given) {
+    if (captures(handle)) {
+        keep(handle, given);
+        return;
+    }
     if (!queued) {
         do_item(&given);
         return;
@@ -330,6 +405,8 @@ void soft_seed(long seed) { /* below 0: everything is done at once, in the host'
 void soft_push(void *stream, long number) { enqueue(stream, (struct item){.what = OPERATOR, .number = number}); }
 void soft_finish(void *stream) { finish_stream(stream); }
 int soft_is_queued(void) { return queued; }
+int soft_captures(void *stream) { return captures(stream); }
+void soft_on_forget(void (*function)(long)) { forget = function; } /* of a graph's operators that are gone with it */
 int soft_place(void *address) { return place_of(address); }
 
 /* While an operator of PyTorch runs for its outputs, its launches and copies do nothing: Python computes the values. */
@@ -402,6 +479,8 @@ static int copy(void *to, const void *from, size_t bytes, void *stream, bool wai
         read_back += target != DEVICE && source == DEVICE;
         return OK;
     }
+    if (captures(stream) && (source == PAGEABLE || target == PAGEABLE || waits))
+        return STREAM_CAPTURE_UNSUPPORTED;
     struct item item = {.what = COPY, .to = to, .from = (char *)from, .bytes = bytes};
     if (source == PAGEABLE && queued) { /* staged before the call returns */
         item.own = item.from = malloc(bytes ? bytes : 1);
@@ -535,5 +614,69 @@ int cudaHostUnregister(void *start) {
 int cuMemUnmap(void *start, size_t bytes) {
     ask_for(NULL, NULL, true);
     ASK("cuMemUnmap", start, bytes);
+    return OK;
+}
+
+/* Graphs. */
+
+int cudaStreamBeginCapture(void *stream, int mode) {
+    ASK("cudaStreamBeginCapture", stream, mode);
+    recording = calloc(1, sizeof *recording);
+    branch_of(recording, stream);
+    return OK;
+}
+int cudaStreamEndCapture(void *stream, void **graph) {
+    int (*next)(void *, void **) = NEXT("cudaStreamEndCapture"), code = next(stream, graph);
+    struct graph *done = recording;
+    recording = NULL;
+    if (code != OK) {
+        free_graph(done);
+        return code;
+    }
+    done->handle = *graph, done->next = graphs;
+    graphs = done;
+    return OK;
+}
+int cudaGraphGetNodes(void *graph, void **nodes, size_t *count) {
+    struct graph *found = graph_of(graph);
+    if (!nodes && found) {
+        *count = 0;
+        for (struct item *item = found->head; item; item = item->next)
+            *count += item->what != RECORD && item->what != WAIT;
+    }
+    return OK;
+}
+int cudaGraphInstantiateWithFlags(void **made, void *graph, unsigned long long flags) {
+    ASK("cudaGraphInstantiateWithFlags", made, graph, flags);
+    graph_of(graph)->handle = *made;
+    return OK;
+}
+int cudaGraphInstantiate(void **made, void *graph, unsigned long long flags) {
+    return cudaGraphInstantiateWithFlags(made, graph, flags);
+}
+int cudaGraphLaunch(void *made, void *stream) {
+    ASK("cudaGraphLaunch", made, stream);
+    struct graph *graph = graph_of(made);
+    for (struct item *item = graph->head; item; item = item->next) {
+        struct item again = *item;
+        if (again.what == RECORD)
+            again.mark = item->mark->again = calloc(1, sizeof *again.mark);
+        if (again.what == WAIT)
+            again.mark = item->mark->again;
+        int branch = branch_of(graph, item->where);
+        again.next = NULL;
+        enqueue(branch ? &graph->captured[branch] : stream, again);
+    }
+    return OK;
+}
+int cudaGraphDestroy(void *graph) {
+    ASK("cudaGraphDestroy", graph);
+    drop_graph(graph);
+    return OK;
+}
+int cudaGraphExecDestroy(void *made) {
+    ask_for(NULL, NULL, true); /* a replay may be in progress */
+    ASK("cudaGraphExecDestroy", made);
+    drop_graph(made);
     return OK;
 }

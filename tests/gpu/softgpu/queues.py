@@ -23,14 +23,17 @@ _free.soft_finish.argtypes = [ctypes.c_void_p]
 _free.soft_seed.argtypes = [ctypes.c_long]
 _held.soft_place.argtypes = [ctypes.c_void_p]
 _held.soft_read_back.restype = ctypes.c_long
-_Operate = ctypes.CFUNCTYPE(None, ctypes.c_long)
+_held.soft_captures.argtypes = [ctypes.c_void_p]
+_Numbered = ctypes.CFUNCTYPE(None, ctypes.c_long)
 
 Work = Callable[[], object]
 _numbers = count()
 _waiting: dict[int, Work] = {}
+_in_graphs: dict[int, Work] = {}
 _failures: list[BaseException] = []
 
 read_back = _held.soft_read_back
+captures = _held.soft_captures
 is_queued, place, current_stream = _held.soft_is_queued, _held.soft_place, torch._C._cuda_getCurrentRawStream
 
 
@@ -38,7 +41,8 @@ def _operate(number: int) -> None:
     collects = gc.isenabled()
     gc.disable()  # a finaliser that waits for the device must not run in the thread that does the device's work
     try:
-        _waiting.pop(number)()
+        work = _in_graphs.get(number) or _waiting.pop(number)
+        work()
     except BaseException as error:  # raised by the next call of the program, as a card's errors are
         _failures.append(error)
     finally:
@@ -46,7 +50,12 @@ def _operate(number: int) -> None:
             gc.enable()
 
 
-_CALLBACK = _Operate(_operate)
+def _forget(number: int) -> None:
+    del _in_graphs[number]
+
+
+_OPERATE, _FORGET = _Numbered(_operate), _Numbered(_forget)
+_held.soft_on_forget(_FORGET)
 
 
 @contextmanager
@@ -68,18 +77,21 @@ def raise_failures() -> None:
 
 
 def push(stream: int, work: Work) -> None:
-    """Queue work on a stream; without an adversary, do it."""
-    if not is_queued():
+    """Queue work on a stream; without an adversary, do it. In a capture, it becomes a part of the graph."""
+    recorded = captures(stream)
+    if not recorded and not is_queued():
         work()
         return
     number = next(_numbers)
-    _waiting[number] = work
+    (_in_graphs if recorded else _waiting)[number] = work
     _free.soft_push(stream, number)
     raise_failures()
 
 
 def finish(stream: int) -> None:
     """Wait for all work of a stream."""
+    if captures(stream):
+        raise RuntimeError("softgpu: the host waits for a stream that captures a graph")
     if is_queued():
         _free.soft_finish(stream)
         raise_failures()
@@ -100,7 +112,7 @@ def serve() -> None:
 
     def run() -> None:
         with torch.inference_mode():  # tensors of both kinds may be written
-            _free.soft_serve(_CALLBACK)
+            _free.soft_serve(_OPERATE)
 
     threading.Thread(target=run, name="softgpu", daemon=True).start()
     while not _held.soft_is_serving():  # before that, nothing waits

@@ -206,3 +206,50 @@ def test_backward_passes_on_a_side_stream_are_right() -> None:
         return torch.equal(w.grad.cpu(), expected.grad)
 
     assert all(outcomes(program))
+
+
+def replayed(join: bool = True) -> bool:
+    """Whether three replays of a graph of two branches give the values of their inputs."""
+    origin, side, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    x, out = torch.empty(64, 64, device="cuda"), torch.zeros(64, 64, device="cuda")
+    origin.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(origin):
+        graph.capture_begin(capture_error_mode="thread_local")
+        square = x @ x
+        side.wait_stream(origin)
+        with torch.cuda.stream(side):
+            branch = square.sin()
+        if join:
+            origin.wait_stream(side)
+        out.copy_(square + branch)
+        graph.capture_end()
+    given, found = [torch.full((64, 64), 0.1 * number) for number in range(1, 4)], []
+    for values in given:
+        x.copy_(values.pin_memory(), non_blocking=True)
+        graph.replay()
+        found.append(out.clone())
+    return all(torch.equal(y.cpu(), (v @ v) + (v @ v).sin()) for y, v in zip(found, given, strict=True))
+
+
+def test_a_graph_s_replays_are_right_in_any_order_and_its_work_goes_with_it() -> None:
+    from softgpu import queues
+
+    assert all(outcomes(replayed))
+    gc.collect()
+    assert not queues._in_graphs
+
+
+def test_a_missing_wait_between_a_graph_s_branches_is_noticed() -> None:
+    """The stub, which would find it, sees no kernels here."""
+    assert not all(outcomes(lambda: replayed(join=False)))
+
+
+@pytest.mark.parametrize("work", [torch.Tensor.normal_, F.dropout])
+def test_a_capture_draws_nothing(work) -> None:
+    x, stream, graph = torch.ones(4, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        with pytest.raises(NotImplementedError, match="random numbers in a graph"):
+            work(x)
+        graph.capture_end()
+    assert x.tolist() == [1] * 4

@@ -35,6 +35,7 @@ ONLY_IN = {
 }
 """The run that reaches a function's calls. Others are tried in LoRA's, and in the full one if no seed notices there."""
 ELSEWHERE = {
+    "simpletune.engine.graphs": "these runs replay nothing",
     "simpletune.engine.quant.int8_kernel": "times tiles; Triton's interpreter runs none of them twice",
 }
 """Modules whose calls these runs do not reach, and why."""

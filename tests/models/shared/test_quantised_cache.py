@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from simpletune.adapters.files.base_reader import BaseReader
 from simpletune.config.load import validate
 from simpletune.config.schema import cache_of_bases
 from simpletune.engine.quant.precision import BF16, Int8, Int8Quanto, Nf4, WeightPrecision
@@ -27,6 +28,7 @@ from simpletune.runs.weights import BASE, load_weights
 from simpletune.system.atomic import STALE
 from simpletune.system.console import verbose
 from simpletune.system.options import UserError
+from simpletune.system.safetensors_file import write_safetensors
 from simpletune.training.train import train
 
 CPU = torch.device("cpu")
@@ -122,7 +124,7 @@ def test_modules_stay_on_the_host(model: SD3, cache: Path) -> None:
     """On the meta device as the device, what is elsewhere than on the host has no bytes."""
     meta = torch.device("meta")
     base = base_of(model, cache, Nf4())
-    base.keep(model.load_denoiser(Nf4(), CPU))
+    assert base.write(weights.open_tensors(model.files.part("transformer")))
     base._device = meta
     loaded = base.load(lambda name: name.startswith("transformer_blocks.0.norm1"))
     on_host = {name for name, tensor in loaded.state_dict().items() if tensor.device == CPU}
@@ -293,7 +295,7 @@ def test_another_run_that_was_first_is_left_as_it_is(model: SD3, cache: Path, ca
     (folder,) = folders(cache)
     sums = (folder / quantised_cache.ABOUT).read_bytes()
     capsys.readouterr()
-    monkeypatch.setattr(quantised_cache.QuantisedBase, "load", lambda self, on_host: None)
+    monkeypatch.setattr(quantised_cache.QuantisedBase, "load", lambda self, on_host, mapped=False, known=False: None)
     assert_equal_models(model.load_denoiser(Int8(), CPU, cache=cache), first)
     assert "cached in" in capsys.readouterr().out and folders(cache) == [folder]
     assert (folder / quantised_cache.ABOUT).read_bytes() == sums
@@ -301,3 +303,60 @@ def test_another_run_that_was_first_is_left_as_it_is(model: SD3, cache: Path, ca
     folder.write_text("in the way")
     assert_equal_models(model.load_denoiser(Int8(), CPU, cache=cache), first)
     assert "cannot be cached" in capsys.readouterr().out and folder.read_text() == "in the way"
+
+
+def test_a_large_one_is_made_in_parts_and_a_killed_run_is_continued(
+    model: SD3, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the same bits as in one piece, each tensor read once, and never more than a part of them at a time."""
+    whole, most = model.load_denoiser(Int8(), CPU), 135_000
+    monkeypatch.setattr(quantised_cache, "PART", most)
+    read: list[str] = []
+    written: list[int] = []
+
+    class Source(weights.WeightReader):
+        def get(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return super().get(name)
+
+    def write(tensors: dict[str, torch.Tensor], file: Path, about: dict[str, str]) -> Path:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(sum(each.nbytes for each in tensors.values()))
+        return write_safetensors(tensors, file, about)
+
+    part = model.files.part("transformer")
+    assert part.folder is not None
+    source = Source(weights.weight_files(part.folder))
+    monkeypatch.setattr(quantised_cache, "write_safetensors", write)
+    with pytest.raises(KeyboardInterrupt):
+        base_of(model, cache, Int8()).write(source)
+    before, files = set(read), sorted(path.name for path in (cache / "quantised").glob(".*.part/*.safetensors"))
+    assert len(files) == 2 and 0 < max(written) <= most
+    done = {name.rpartition(".")[0] for file in (cache / "quantised").glob(".*.part/*.safetensors")
+            for name in weights.WeightReader([file]).names}  # fmt: skip
+    monkeypatch.setattr(quantised_cache, "write_safetensors", write_safetensors)
+    read.clear()
+    base = base_of(model, cache, Int8())
+    nothing: Callable = lambda: pytest.fail("quantised all in memory")  # noqa: E731
+    found = base.make(lambda name: False, lambda: source, nothing)
+    assert_equal_models(found, whole)
+    assert len(read) == len(set(read)) and set(read) | before == source.names
+    assert done and not done & {name.rpartition(".")[0] for name in read}
+    (folder,) = folders(cache)
+    assert folder == base.folder and files[0] in {path.name for path in folder.iterdir()}
+    capsys.readouterr()
+    assert_equal_models(model.load_denoiser(Int8(), CPU, cache=cache), whole)
+    assert "loaded from the cache" in capsys.readouterr().out
+    reader = BaseReader(str(folder))
+    assert set(reader.shapes) == source.names
+    (folder / files[1]).write_bytes(b"x")
+    assert_equal_models(model.load_denoiser(Int8(), CPU, cache=cache), whole)
+    assert f"{files[1]} has 1 of" in capsys.readouterr().out
+
+
+def test_weights_that_do_not_fit_leave_nothing(model: SD3, cache: Path) -> None:
+    base = base_of(model, cache, Int8())
+    with pytest.raises(UserError, match="do not match their config.json"):
+        base.write(weights.MadeTensors({"odd": (2, 2)}, lambda name, shape: torch.zeros(shape)))
+    assert not list(cache.rglob("*.part"))

@@ -21,7 +21,7 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.encode import prepare
 from simpletune.stages.step.batch_loader import Batch, BatchLoader, TrainingPasses
-from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches, batch_tensors
+from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.options import ConfigError, UserError
 from simpletune.system.stage_timer import StageTimer
@@ -199,7 +199,7 @@ def test_its_weights_are_predicted_a_number_a_position_where_a_mask_is(tiny_conf
         config = config_of(tiny_config, data=tiny_config["data"] | {"resolution": 32} | mask)
         for batch in SyntheticBatches(config, core).step(0):
             assert batch.prior is not None and batch.prior.shape == shape
-            assert any(tensor is batch.prior for tensor in batch_tensors(batch))
+            assert any(tensor is batch.prior for tensor in batch.tensors())
 
 
 IN_BACKWARD = {"memory": {"optimizer_in_backward": True}, "train": {"steps": 4, "clip_norm": None}}
