@@ -167,10 +167,10 @@ class Soak:
         Raises:
             UserError: the folder holds a run of another length.
         """
-        if (file := self.folder / "soak.json").exists():
-            if (steps := json.loads(file.read_text())["train"]["steps"]) != self.steps:
+        if (config := self.folder / "soak.json").exists():
+            if (steps := json.loads(config.read_text())["train"]["steps"]) != self.steps:
                 raise UserError(f"{self.folder} holds a run of {steps:,} steps, not {self.steps:,}. Use another folder")
-            return file
+            return config
         tiny_sd3.build(self.folder / "model", MODEL, seed=1, dtype="fp32")
         pictures = self.folder / "pictures"
         demo_scenes.write_folder(pictures, demo_scenes.sample_scenes(12, seed=3), seed=3, pixels=64)
@@ -186,8 +186,8 @@ class Soak:
         options["train"]["steps"] = self.steps
         options["checkpoint"]["every"] = options["validation"]["every"] = every
         options["output"] = {name: str(self.folder / name) for name in ("runs", "profiles", "cache")}
-        write_json(file, options)
-        return file
+        write_json(config, options)
+        return config
 
     def watch(self, minutes: float = math.inf) -> bool:
         """Train and look, and continue what an earlier call began; False if the time is over before the run.
@@ -200,13 +200,13 @@ class Soak:
         seen_before = self.folder / "points.jsonl"
         self.points = [Point.of(row) for row in read_rows(seen_before)]
         with ExitStack() as stack:
-            trains = stack.enter_context(
-                started("train", str(config), "--resume", "auto", log=self.folder / "train.log")
-            )
             serves = stack.enter_context(
                 started("web", "--runs", str(self.run.parent), "--port", "0", log=self.folder / "web.log")
             )
             browser = stack.enter_context(Browser(self.folder / "web.log"))
+            trains = stack.enter_context(
+                started("train", str(config), "--resume", "auto", log=self.folder / "train.log")
+            )
             training, serving = psutil.Process(trains.pid), psutil.Process(serves.pid)
             seen = Watched(), Watched()
             while trains.poll() is None:
