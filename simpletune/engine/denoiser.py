@@ -24,6 +24,8 @@ class Denoiser(nn.Module):
     """The name of the module that takes the last unit's output: a norm."""
     per_sample: frozenset[str]
     """The names of the layers that see one row for each sample (``Architecture.per_sample``)."""
+    unquantised: frozenset[str]
+    """The names of the layers within the units that no precision quantises."""
 
 
 def model_units(model: nn.Module) -> list[nn.Module]:
@@ -61,7 +63,8 @@ def quantised_layers(model: nn.Module, precision: WeightPrecision) -> frozenset[
     """Return the names of the layers in and between a model's units that a precision quantises, before any of them
     is."""
     trunk = trunk_filter(model.units)  # type: ignore[arg-type]
-    return frozenset(name for name, layer in model.named_modules() if trunk(name) and precision.quantises(layer))
+    names = (name for name, layer in model.named_modules() if trunk(name) and precision.quantises(layer))
+    return frozenset(names) - model.unquantised  # type: ignore[operator]
 
 
 def quantised_layer(model: nn.Module, name: str, precision: WeightPrecision) -> nn.Module:

@@ -118,6 +118,7 @@ def loaded(case: Case, precision: WeightPrecision) -> Any:
     model: Any = case.build()
     model.units, model.after_units = case.units, case.units[-1]
     model.per_sample = frozenset(name for name, _ in model.named_modules() if case.fact.has(name))
+    model.unquantised = frozenset()
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:

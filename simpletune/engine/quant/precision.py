@@ -312,7 +312,7 @@ class Nf4(QuantisedPrecision):
     """Store the scales in 8 bits, not 32: 0.52 instead of 0.56 bytes per weight, and less than 0.1% more error."""
     modulation: Literal["int8", "nf4"] = "int8"
     """Precision of the blocks' modulation: adaLN, a third of SD3's weights; time_emb_proj, 3% of SD 1.5's. int8
-    errs less, nf4 takes less memory (docs/reference/memory-levers.md)."""
+    errs less, nf4 takes less memory (docs/reference/memory-levers.md). Z-Image's stays in the compute type."""
     rotation: Literal["none", "hadamard"] = "none"
     """Rotate the linear layers' weights, and their inputs in every pass, by a block Hadamard matrix of 256, 64 or 16
     columns (arXiv:2512.03673), so that outliers do not decide the scales (docs/explanation/measurements.md has the

@@ -58,6 +58,9 @@ class Architecture:
     ends_with_feed_forward: ClassVar[bool] = False
     """Whether a unit uses its feed-forward networks' outputs only in sums and in products with modulations. Its
     recomputation may then omit the networks where modulations carry no gradient."""
+    quantises_modulation: ClassVar[bool] = True
+    """Whether a quantised precision includes the layers within the units that see one row for each sample
+    (``per_sample``)."""
     fp16_overflows: ClassVar[str | None] = None
     """Why nothing is computed in fp16, as a clause; None: blocks that overflow there compute in fp32."""
     supports_fsdp: ClassVar[bool] = False
@@ -146,6 +149,7 @@ class Architecture:
         names = [name for name, _ in model.named_parameters()]
         model.units, model.after_units = self.units_among(names), self.after_units
         model.per_sample = frozenset(filter(self.per_sample, {name.rpartition(".")[0] for name in names}))
+        model.unquantised = frozenset() if self.quantises_modulation else model.per_sample
         return model
 
     def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None = None) -> TensorSource:

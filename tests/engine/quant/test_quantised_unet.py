@@ -42,6 +42,7 @@ def empty(config: dict[str, Any]) -> Any:
         model = UNet2DConditionModel(**config)
     model.units = tuple(name for name, module in model.named_modules() if isinstance(module, UNITS))
     model.per_sample = frozenset(name for name, _ in model.named_modules() if name.endswith(".time_emb_proj"))
+    model.unquantised = frozenset()
     return model
 
 
