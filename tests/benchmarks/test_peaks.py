@@ -53,4 +53,5 @@ def test_the_row_of_diffusers_runs_on_a_simulated_card() -> None:
     command = [sys.executable, "-m", "benchmarks.peaks", name, "false"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"DRY_GIB": "44"}, check=True)
     peak = json.loads(done.stdout.splitlines()[-1])["bytes"]
-    assert round(peak / peaks.GIB, 2) == COMMITTED[name]["plain_gib"]
+    # diffusers' own step takes 1.89, 1.91 or 1.93 GiB here, by what the process did before
+    assert peak / peaks.GIB == pytest.approx(COMMITTED[name]["plain_gib"], abs=0.05)
