@@ -30,7 +30,7 @@ from simpletune.engine.denoiser import Denoiser, unit_filter
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.copy_stream import empty_on_host
 from simpletune.engine.memory.machine_weights import is_shared
-from simpletune.engine.memory.snapshot import HOST
+from simpletune.engine.memory.snapshot import FILE, HOST
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import own_tensors, set_tensor
 from simpletune.models.shared.modulation import Modulation
@@ -112,8 +112,11 @@ class DetachedModulation:
         self.layers = [layer for layer, _ in layers]
         self.activated = [activated for _, activated in layers]
         self.width = sum(map(_outputs, self.layers))
-        for part in [part for module in (embed, *self.layers) for part in module.modules() if not mapped]:
+        for part in [part for module in (embed, *self.layers) for part in module.modules()]:
             for name, tensor in own_tensors(part):
+                if mapped:
+                    accounting.register([tensor], FILE)
+                    continue
                 host = tensor.detach().to("cpu")
                 # Pinned, so that copies are asynchronous. Tensors in pages that the machine's processes share are so
                 # already; subclasses (quanto's) cannot be, and their copies are slower.

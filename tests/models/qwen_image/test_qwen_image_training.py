@@ -127,6 +127,17 @@ def test_its_step_takes_the_same_bytes_real_and_fake(case: str, qwen_config: dic
     assert_same_bytes(validate(of_case(qwen_config, ESTIMATED[case]), case))
 
 
+def test_mapped_weights_take_no_more_of_the_card_than_pinned_ones_and_nothing_of_the_host(
+    qwen_config: dict[str, Any],
+) -> None:
+    data = of_case(qwen_config, CASES["int8-mapped"])
+    found = {
+        kind: simulate(validate(merged(data, memory={"host_weights": kind}), kind)) for kind in ("pinned", "mapped")
+    }
+    assert found["mapped"].peak.bytes == found["pinned"].peak.bytes
+    assert found["mapped"].host_bytes == 0 < found["pinned"].host_bytes
+
+
 def test_its_other_stages_take_the_same_bytes_real_and_fake(qwen_config: dict[str, Any]) -> None:
     drawn = {"prompts": ["a dot"], "steps": 4, "width": 96, "height": 64, "loss_samples": 1}
     read = validate(merged(qwen_config, validation=drawn), "stages")
