@@ -634,8 +634,10 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     until(lambda: live.cached_estimate(roots, state["live"]) is not None, 100)
     shown = client.get(f"/start/live?key={state['live']}").text
     assert "stale" not in shown and "5.0 GiB" in shown and "2.00 GiB" in shown
-    text, _ = change(client, values, name="another")  # what does not matter to it changes nothing
+    text, renamed = change(client, values, name="another")  # what does not matter to it changes nothing
+    keys = [state["live"], json.loads(renamed["state"])["live"]]
     assert 'class="live"' in text
+    until(lambda: live.cached_estimate(roots, keys[1]) is not None, 100)
     text, values = change(client, values, train__steps="9")
     assert "stale" in text and "5.0 GiB" in text  # the last figures, greyed
     key = json.loads(values["state"])["live"]
@@ -643,7 +645,7 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     assert live.estimator(roots).progress(key) == {"share": 0.43, "words": "train", "left": "3 s"}
     shown = client.get(f"/start/live?key={key}").text
     assert '<progress max="1" value="0.43"' in shown and "train, about 3 s left" in shown
-    assert len(started) == 1, f"the one that had predicted 7: {ends()}"
+    assert len(started) == 1, f"the one that had predicted 7: {ends()}, keys {keys}"
     key = ""
     for steps, error in (
         ("10", ""),
