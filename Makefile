@@ -47,7 +47,7 @@ slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combin
 gpu: setup  ## test and measure on a card: 13 stages within 30 minutes, the most informative first; continues where it stopped
 	$(PY) -m benchmarks.first_hour
 
-dry: setup  ## run torch's CUDA build on a simulated card (docs/explanation/without-a-gpu.md); makes .venv-cuda (5.7 GiB) first, then takes 4 min on 2 cores beside other work (AMD EPYC, 27 November 2026)
+dry: setup  ## run torch's CUDA build on a simulated card (docs/explanation/without-a-gpu.md); makes .venv-cuda (5.7 GiB) first, then takes 6 min on 2 cores beside other work (AMD EPYC, 30 November 2026)
 	@tests/gpu/dry_gpu/setup.sh
 	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/gpu/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		--timeout 900 -m "dry or (gpu and not values and not timing)"
@@ -64,7 +64,7 @@ kernels: setup  ## compile the Triton kernels for several cards with four versio
 	for version in $(TRITONS); do for grid in kernels elementwise; do PYTHONPATH=.venv-triton$$version \
 		$(PY) -m benchmarks $$grid --out benchmarks/results/kernels --minutes 60 || exit 1; done; done
 
-softgpu:  ## run the GPU path with values and races on a GPU in software (docs/explanation/without-a-gpu.md); needs .venv-cuda; 25 min on 2 cores beside some work (27 November 2026)
+softgpu:  ## run the GPU path with values and races on a GPU in software (docs/explanation/without-a-gpu.md); needs .venv-cuda; 35 min on 2 cores beside some work (30 November 2026)
 	PYTHONPATH=. tests/gpu/softgpu/run python -m pytest -m softgpu -n 2 tests/gpu/softgpu
 	PYTHONPATH=. SOFT_SEED=1 tests/gpu/softgpu/run python -m pytest -m gpu -n 2 --timeout 1200 -p softgpu.selection tests/gpu/real
 
