@@ -40,10 +40,10 @@ def grid(rows: Sequence[tuple[str, Sequence[Image.Image | None]]], columns: Sequ
     return sheet
 
 
-def spread_steps(steps: list[T], room: int) -> list[T]:
+def spread_steps(steps: Sequence[T], room: int) -> list[T]:
     """Select at most ``room`` steps, evenly spread, including the first and the last."""
     if len(steps) <= room:
-        return steps
+        return list(steps)
     return [steps[round(number * (len(steps) - 1) / (room - 1))] for number in range(room)]
 
 

@@ -21,7 +21,7 @@ from web_pages import open_pages
 
 from simpletune.apps.web import processes, queue, run_page
 from simpletune.apps.web.roots import Roots
-from simpletune.apps.web.run.matrix import evenly_spaced, matrix_of, small_copy
+from simpletune.apps.web.run.matrix import matrix_of, small_copy
 from simpletune.apps.web.run.progress import EVALUATIONS_SHOWN, evaluation_lines, read_progress
 from simpletune.apps.web.run.series import MOST, Follower, Series
 from simpletune.apps.web.run_page import PARTS
@@ -32,6 +32,7 @@ from simpletune.stages.png import save_png
 from simpletune.stages.sample import ImageRequest
 from simpletune.system.card_load import CardMeter
 from simpletune.system.locks import exclusive
+from simpletune.system.sheets import spread_steps
 from simpletune.system.shell import quote_command
 from simpletune.system.stage_timer import Stage
 
@@ -173,7 +174,7 @@ def test_a_chart_lies_within_its_frame() -> None:
     assert svg_lines("t", [ChartLine("a", [], "raw")]) == ""
     assert ticks(0.0, 1.0) == [0.0, 0.25, 0.5, 0.75, 1.0] or ticks(0.0, 1.0) == pytest.approx([0, 0.5, 1.0])
     assert limits([ChartLine("a", [(n, 1.0) for n in range(999)] + [(999, 1e9)], "raw")])[1] < 2
-    assert evenly_spaced(100, 3) == [0, 50, 99] and evenly_spaced(2, 3) == [0, 1]
+    assert spread_steps(range(100), 3) == [0, 50, 99] and spread_steps(range(2), 3) == [0, 1]
 
 
 def test_a_series_keeps_means_extremes_and_few_points() -> None:

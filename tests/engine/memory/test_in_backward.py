@@ -177,7 +177,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_small_parameters_wait_for_each_other_and_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clipped as alone; at most so many of their gradients are alive, and none after the pass."""
+    """They are clipped as if each stepped alone. Few of their gradients exist at once, and none after the pass."""
     found: list[list[torch.Tensor]] = []
     counts, alive = [], []
     for few, together in ((0, 1), (1000, 250), (1000, 10**6)):

@@ -19,6 +19,7 @@ from simpletune.runs.report.image_rows import painted_inputs, row_titles
 from simpletune.runs.report.run_data import read_object
 from simpletune.stages.png import comparison_key, generation_parameters
 from simpletune.system.options import Json
+from simpletune.system.sheets import spread_steps
 
 COLUMNS = 24  # steps shown besides the base
 SIDE = 512  # pixels of a small copy
@@ -47,7 +48,7 @@ def matrix_of(folder: Path) -> Matrix:
     except OSError:
         names = []
     steps = sorted((name for name in names if STEP.match(name)), key=lambda name: int(name[5:]))
-    shown = [steps[number] for number in evenly_spaced(len(steps), COLUMNS)]
+    shown = spread_steps(steps, COLUMNS)
     states = [state for state in (BASE, START) if state in names] + shown
     titles = [state if state in (BASE, START) else f"step {int(state[5:]):,}" for state in states]
     found = [
@@ -93,13 +94,6 @@ def strip_of(folder: Path) -> list[Json]:
         ]
         rows.append({"prompt": _parameters_of(file, file_stamp(file)).get("prompt", file.name), "frames": frames})
     return rows
-
-
-def evenly_spaced(count: int, most: int) -> list[int]:
-    """Return the indices of ``most`` of ``count`` items, evenly spaced, including the first and the last."""
-    if count <= most:
-        return list(range(count))
-    return sorted({round(number * (count - 1) / (most - 1)) for number in range(most)})
 
 
 @functools.lru_cache(maxsize=512)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.apps.web.run.matrix import evenly_spaced
 from simpletune.apps.web.run.series import follow
 from simpletune.apps.web.run_state import RunState, state_of
 from simpletune.config.validation_schedule import standard_error
@@ -19,6 +18,7 @@ from simpletune.runs.report.charts import ChartLine, svg_lines
 from simpletune.runs.report.run_data import read_object
 from simpletune.system.console import TrainingProgress, duration
 from simpletune.system.options import Json, plural
+from simpletune.system.sheets import spread_steps
 from simpletune.system.shell import quote_command
 from simpletune.system.stage_timer import Stage
 
@@ -183,7 +183,7 @@ def evaluation_lines(folder: Path) -> list[ChartLine]:
     if any(is_start(row) for row in found):  # training begins with it, not with the base
         found = [row for row in found if row["step"] or is_start(row)]
     lowest = min(range(len(found)), key=lambda number: found[number]["eval_loss"], default=0)
-    shown = {*evenly_spaced(len(found), EVALUATIONS_SHOWN), lowest}
+    shown = {*spread_steps(range(len(found)), EVALUATIONS_SHOWN), lowest}
     found = [row for number, row in enumerate(found) if number in shown]
     dots: list[tuple[float, float]] = [] if known else [(0.0, float(before or 0))]
     errors = [0.0] * len(dots)
