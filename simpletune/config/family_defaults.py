@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pydantic.fields import FieldInfo
+
+from simpletune.adapters.methods import Adapter
 from simpletune.models.families import FAMILIES, family_suggested
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.shared.family import Family
-from simpletune.system.options import Json
+from simpletune.system.options import Json, member_for
 
+METHOD = FieldInfo.from_annotation(Adapter)
 FLOW: str = Flow.model_fields["name"].default
 
 
@@ -21,6 +25,7 @@ def family_defaults(family: Family) -> dict[str, dict[str, object]]:
         if not family.assistants:  # under one it draws as a model of many steps
             concept |= {"drawing_steps": max(2, steps), "drawing_guidance": guidance}
     return {
+        "adapter": {"targets": family.lora[0].names.usual_targets},
         "objective": {"name": family.objectives[0]},
         "data": {"resolution": words.resolution},
         "concept": concept,
@@ -55,6 +60,9 @@ def with_family(data: Json) -> Json:
         defaults["objective"] |= {**uniform, "shift": family.flow.shift}
     if family.architecture.modulation is None:  # a memory.profile may plan modulations
         defaults["memory"] = {"modulation": "auto"}
+    method = member_for(METHOD, data.get("adapter", {}))
+    if method is None or "targets" not in method.model_fields:
+        del defaults["adapter"]
     if data.get("concept") is None:
         del defaults["concept"]
     else:
