@@ -189,6 +189,17 @@ class TrainConfig(Option):
         reads_pooled = modulation is not None and modulation.reads_pooled
         return reads_pooled and bool(self.text.resident(self.model.text.trainable))
 
+    @property
+    def tabulated_levels(self) -> list[float]:
+        """The noise levels whose modulations a run keeps in host memory, in place of the layers that make them."""
+        modulation = self.model.architecture.modulation
+        made_ahead = self.memory.modulation == "plan" and modulation is not None and not modulation.reads_pooled
+        in_file = self.memory.cache_quantised and self.precision.cacheable and self.model.init != "random"
+        if not (made_ahead and in_file):
+            return []
+        shifts = {self.objective.shift_at(source.resolution) for source in self.sources}
+        return sorted({level for shift in shifts for level in self.objective.levels_at(shift)})
+
     def trained_modulation(self, shapes: dict[str, Shape]) -> list[str]:
         """List the modulation modules that the adapter trains."""
         if (modulation := self.model.architecture.modulation) is None:

@@ -28,7 +28,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from simpletune.engine.memory import fake
-from simpletune.engine.memory.snapshot import HOST, MemorySnapshot, OutOfMemory, require_known, round_to_block
+from simpletune.engine.memory.snapshot import (
+    HOST,
+    NOT_ON_DEVICE,
+    MemorySnapshot,
+    OutOfMemory,
+    require_known,
+    round_to_block,
+)
 from simpletune.engine.tensors import is_wrapper, plain_tensors
 from simpletune.system.phases import phase_name
 
@@ -304,7 +311,7 @@ class Accounting(TorchDispatchMode):
     @property
     def current(self) -> MemorySnapshot:
         """A snapshot of the live bytes."""
-        by_kind = {kind: size for kind, size in self._bytes.items() if size and kind != HOST}
+        by_kind = {kind: size for kind, size in self._bytes.items() if size and kind not in NOT_ON_DEVICE}
         return MemorySnapshot(self._total, by_kind, self.phases.name, self.phases.module, 0)
 
     def forget_peak(self) -> None:
@@ -329,9 +336,9 @@ class Accounting(TorchDispatchMode):
             whole.add_all(found)
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is registered as host memory."""
+        """Return whether a tensor is registered as host memory, or as a file's pages."""
         known = self._storages.get(tensor.untyped_storage()._cdata)
-        return known is not None and known.kind == HOST
+        return known is not None and known.kind in NOT_ON_DEVICE
 
     def storages(self) -> dict[int, object]:
         """Return each live storage by its address; a new object when another storage takes the address."""
@@ -343,8 +350,8 @@ class Accounting(TorchDispatchMode):
         return self._bytes[HOST]
 
     def register(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Assign a kind, one of ``KINDS`` or ``HOST``, to tensors, whether or not they have been counted before.
-        Wrapper subclasses count by their inner tensors."""
+        """Assign a kind, one of ``KINDS`` or ``NOT_ON_DEVICE``, to tensors, whether or not they have been counted
+        before. Wrapper subclasses count by their inner tensors."""
         require_known(kind)
         for tensor in tensors:
             for plain in plain_tensors(tensor) if tensor is not None else ():
@@ -408,7 +415,7 @@ class Accounting(TorchDispatchMode):
 
     def _add(self, kind: str, size: int) -> None:
         self._bytes[kind] += size
-        if kind != HOST:
+        if kind not in NOT_ON_DEVICE:
             self._total += size
 
     def look(self, more: Mapping[str, int] | None = None) -> None:
@@ -422,7 +429,7 @@ class Accounting(TorchDispatchMode):
         if not larger and self.snapshots is None:
             return
         sizes = self._bytes if not more else {**self._bytes, **{k: self._bytes[k] + size for k, size in more.items()}}
-        by_kind = {kind: size for kind, size in sizes.items() if size and kind != HOST}
+        by_kind = {kind: size for kind, size in sizes.items() if size and kind not in NOT_ON_DEVICE}
         snapshot = MemorySnapshot(total, by_kind, name, self.phases.module)
         if self.snapshots is not None:
             self.snapshots.append(snapshot)

@@ -34,7 +34,7 @@ from simpletune.engine.memory.copy_stream import (
     host_bytes,
 )
 from simpletune.engine.memory.machine_weights import is_shared, shared_runs
-from simpletune.engine.memory.snapshot import round_to_block
+from simpletune.engine.memory.snapshot import FILE, round_to_block
 from simpletune.engine.tensors import all_tensors, plain_tensors
 
 SLOTS = 2
@@ -65,6 +65,7 @@ class HostBlock:
             """The tensors' values in host memory, by the tensors' ids."""
             homes = (tensor.reshape(-1).view(torch.uint8) for tensor in self.at_home.values())
             self._pieces.extend(zip(starts, homes, strict=True))
+            accounting.register(self.at_home.values(), FILE)
             return
         for run in shared_runs(tensors):
             self._pieces.append((shared, run))

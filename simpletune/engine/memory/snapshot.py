@@ -10,6 +10,9 @@ KINDS = ("weights", "adapter", "gradients", "optimizer", "activations", "plan", 
 as workspace otherwise."""
 HOST = "host"
 """The kind of pinned or paged host memory, which is excluded from totals."""
+FILE = "file"
+"""The kind of the pages of a file, which take memory only while the system has room: excluded from totals, too."""
+NOT_ON_DEVICE = (HOST, FILE)
 BLOCK = 512  # bytes: the caching allocator's smallest block
 
 
@@ -54,5 +57,5 @@ def round_to_block(size: int) -> int:
 
 def require_known(kind: str) -> None:
     """Refuse an unknown kind. Raises ValueError, with the known ones."""
-    if kind not in KINDS and kind != HOST:
-        raise ValueError(f"{kind!r} is not a kind of memory. Use one of {', '.join((*KINDS, HOST))}")
+    if kind not in KINDS and kind not in NOT_ON_DEVICE:
+        raise ValueError(f"{kind!r} is not a kind of memory. Use one of {', '.join((*KINDS, *NOT_ON_DEVICE))}")
