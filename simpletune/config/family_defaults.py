@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic.fields import FieldInfo
-
 from simpletune.adapters.methods import Adapter
 from simpletune.models.families import FAMILIES, family_suggested
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.shared.family import Family
-from simpletune.system.options import Json, member_for
+from simpletune.system.options import Json, option_classes
 
-METHOD = FieldInfo.from_annotation(Adapter)
+TARGETED = tuple(
+    option.model_fields["method"].default for option in option_classes(Adapter) if "targets" in option.model_fields
+)
+"""The methods that have ``targets``; the first is the default one."""
 FLOW: str = Flow.model_fields["name"].default
 
 
@@ -60,8 +61,8 @@ def with_family(data: Json) -> Json:
         defaults["objective"] |= {**uniform, "shift": family.flow.shift}
     if family.architecture.modulation is None:  # a memory.profile may plan modulations
         defaults["memory"] = {"modulation": "auto"}
-    method = member_for(METHOD, data.get("adapter", {}))
-    if method is None or "targets" not in method.model_fields:
+    adapter = data.get("adapter", {})
+    if isinstance(adapter, dict) and adapter.get("method", TARGETED[0]) not in TARGETED:
         del defaults["adapter"]
     if data.get("concept") is None:
         del defaults["concept"]
