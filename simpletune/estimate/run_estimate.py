@@ -77,13 +77,13 @@ def _require_host_memory(config: TrainConfig, prediction: Estimate, force: bool)
         say(f"warning {short}: the system may end it (--force)")
         return
     blocks, inputs = memory.resident_blocks is not None, memory.offload_checkpoint_inputs
-    weights, cached = blocks or memory.modulation == "plan", config.precision.cacheable
-    fact = config.model.architecture.modulation
-    tabulates = fact is not None and not fact.reads_pooled and config.objective.name == "flow"
+    planned, cached = memory.modulation == "plan", config.precision.cacheable
+    weights, fact = blocks or planned, config.model.architecture.modulation
+    by_time = fact is not None and not fact.reads_pooled and config.objective.name == "flow"
     ways = {
         "a larger memory.resident_blocks": blocks,
         "precision.weights=int8": weights and not cached and not config.adapter.trains_base,
-        "objective.levels=256": tabulates and memory.modulation == "plan" and cached and not config.tabulated_levels,
+        "objective.levels=256": planned and by_time and cached and not config.tabulates_modulations,
         "memory.host_weights=mapped, which is slower": weights and cached and memory.host_weights == "pinned",
         "memory.offload_checkpoint_inputs=false": inputs,
     }

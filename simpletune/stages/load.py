@@ -163,7 +163,7 @@ def _stays_in_file(config: TrainConfig) -> Callable[[str], bool] | None:
     if config.memory.host_weights == "mapped":
         return lambda name: True
     fact = config.model.architecture.modulation
-    return fact.serves if fact is not None and config.tabulated_levels else None
+    return fact.serves if fact is not None and config.tabulates_modulations else None
 
 
 def modulation_of(denoiser: Denoiser, config: TrainConfig, device: torch.device) -> DetachedModulation | None:

@@ -150,6 +150,10 @@ class Flow(TrainingObjective):
             return shift_sigma(sigma, shift)
         return self.quantile(stream.random(), shift)
 
+    @property
+    def draws_from_few(self) -> bool:
+        return self.levels is not None
+
     def levels_at(self, shift: float) -> Sequence[float]:
         return tuple(self._level(number, shift) for number in range(self.levels or 0))
 
