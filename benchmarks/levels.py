@@ -20,7 +20,9 @@ from simpletune.config.load import read_config
 from simpletune.runs.folder import SUMMARY
 from simpletune.system.options import Json
 
-COUNTS: tuple[int | None, ...] = (None, 4, 16, 64, 256)
+MANY = 4096
+"""As many levels as there can be, of the same draws as fewer are: what the others are compared with."""
+COUNTS: tuple[int | None, ...] = (None, MANY, 4, 16, 64, 256)
 SETTINGS: Json = {
     "name": "levels",
     "device": "cpu",
@@ -54,20 +56,20 @@ def losses(folder: Path, counts: Sequence[int | None], seeds: int, steps: int) -
 
 
 def table(found: dict[int | None, list[float]]) -> str:
-    """Format losses, and their differences from those of any level with the same seed."""
-    lines = ["| levels | loss | beside any level |", "|---|---|---|"]
+    """Format losses, and their differences from those of ``MANY`` levels with the same seed."""
+    lines = [f"| levels | loss | beside {MANY:,} |", "|---|---|---|"]
     for count, own in found.items():
-        against = [each - usual for each, usual in zip(own, found[None], strict=True)]
+        against = [each - usual for each, usual in zip(own, found[MANY], strict=True)]
         spread = f" ± {statistics.stdev(against):.4f}" if len(against) > 1 else ""
-        beside = "" if count is None else f"{statistics.mean(against):+.4f}{spread}"
-        lines.append(f"| {count or 'any'} | {statistics.mean(own):.4f} | {beside} |")
+        beside = "" if count == MANY else f"{statistics.mean(against):+.4f}{spread}"
+        lines.append(f"| {'any' if count is None else f'{count:,}'} | {statistics.mean(own):.4f} | {beside} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.levels", description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -79,7 +79,7 @@ def _require_host_memory(config: TrainConfig, prediction: Estimate, force: bool)
     blocks, inputs = memory.resident_blocks is not None, memory.offload_checkpoint_inputs
     planned, cached = memory.modulation == "plan", config.precision.cacheable
     weights, fact = blocks or planned, config.model.architecture.modulation
-    by_time = fact is not None and not fact.reads_pooled and config.objective.name == "flow"
+    by_time = fact is not None and not fact.reads_pooled and config.objective.name == "flow" and config.concept is None
     ways = {
         "a larger memory.resident_blocks": blocks,
         "precision.weights=int8": weights and not cached and not config.adapter.trains_base,

@@ -10,9 +10,9 @@ from benchmarks import levels
 
 
 def test_a_table_compares_runs_of_the_same_seed() -> None:
-    text = levels.table({None: [0.5, 0.7], 4: [0.6, 0.7], 16: [0.5, 0.7]})
+    text = levels.table({None: [0.5, 0.8], 4096: [0.5, 0.7], 4: [0.6, 0.7]})
     assert text.splitlines()[2:] == [
-        "| any | 0.6000 |  |", "| 4 | 0.6500 | +0.0500 ± 0.0707 |", "| 16 | 0.6000 | +0.0000 ± 0.0000 |",
+        "| any | 0.6500 | +0.0500 ± 0.0707 |", "| 4,096 | 0.6000 |  |", "| 4 | 0.6500 | +0.0500 ± 0.0707 |",
     ]  # fmt: skip
 
 
