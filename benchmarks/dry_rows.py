@@ -138,11 +138,15 @@ MORE = {
     "SDXL: full bf16, adafactor in backward": Row((*XL, *FULL, *by("adafactor"))),
     "SDXL: full bf16, adamw8bit in backward, streamed": Row((*XL, *FULL, *STREAMED)),
     "FLUX.2 klein: full bf16, adafactor in backward": Row((*KLEIN, *FULL, *by("adafactor"))),
-    "FLUX.2 klein: full bf16, adafactor in backward, streamed": Row((*KLEIN, *FULL, *by("adafactor"), *STREAMED)),
     "FLUX.2 klein: LoRA r16 int8, plan": Row((*KLEIN, *PLAN)),
+    "FLUX.2 klein: LoRA r16 nf4, plan": Row((*KLEIN, *PLAN, *NF4)),
+    "FLUX.2 klein: LoRA r16 int8, plan, streamed, checkpoint inputs on the host": Row(
+        (*KLEIN, *PLAN, *STREAMED, *HOST)
+    ),
     "Z-Image: LoRA r16 int8": Row(ZIMAGE),
     "Z-Image: LoRA r16 int8, plan": Row((*ZIMAGE, *PLAN)),
     "Z-Image: LoRA r16 nf4, plan": Row((*ZIMAGE, *PLAN, *NF4)),
+    "Z-Image: full bf16, adafactor in backward": Row((*ZIMAGE, *FULL, *by("adafactor"))),
     "slider, LoRA r4 bf16, plan, 768 px": Row((*SLIDER, *PLAN, *BF16)),
     "SDXL: slider, LoRA r4 bf16, 768 px": Row((*XL, *SLIDER, *BF16)),
     "FLUX.2 klein: slider, LoRA r4 int8, 768 px": Row((*KLEIN, *SLIDER)),

@@ -267,7 +267,8 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
             disk["quantised base"] = int(parameters * config.precision.bytes_per_weight)
     denoiser = 2 * config.model.architecture.parameter_count()  # at 2 bytes per parameter
     sizes = {**job.part_bytes, config.model.denoiser: denoiser}
-    missing = (part.part for part in config.model.files.hub_parts() if part.weights and cached_folder(part) is None)
+    files = config.model.files
+    missing = (part.part for part in files.hub_parts() if part.weights and cached_folder(part) is None)
     return Estimate(
         job,
         size,
@@ -275,7 +276,7 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
         {name: size for name, size in host.items() if size},
         train.shared_bytes,
         {name: size for name, size in disk.items() if size},
-        {part: sizes[part] // 2 * config.model.files.hub_bytes for part in missing},
+        {part: (sizes[part] // 2 + files.unread.get(part, 0)) * files.hub_bytes for part in missing},
     )
 
 

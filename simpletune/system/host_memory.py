@@ -6,14 +6,15 @@ import re
 from pathlib import Path
 
 AMOUNTS = Path("/proc/meminfo")
-LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Where a container's limit stands: cgroup 2 and 1."""
 
 
 def usable_memory() -> int | None:
     """Return the machine's main memory in bytes, or a container's limit below it; None if the system does not say."""
-    found = re.search(r"^MemTotal:\s+(\d+) kB", AMOUNTS.read_text(), re.M) if AMOUNTS.is_file() else None
+    amounts = AMOUNTS.read_text(encoding="utf-8") if AMOUNTS.is_file() else ""
+    found = re.search(r"^MemTotal:\s+(\d+) kB", amounts, re.M)
     if found is None:
         return None
-    limits = [limit.read_text().strip() for limit in LIMITS if limit.is_file()]
+    limits = [file.read_text(encoding="utf-8").strip() for file in map(Path, LIMITS) if file.is_file()]
     return min([int(found[1]) * 1024, *(int(text) for text in limits if text.isdecimal())])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import TypeVar
 
 from PIL import Image, ImageDraw, ImageFont
 
 from simpletune.system.printable import printable
 
+T = TypeVar("T")
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 
 
@@ -36,6 +38,13 @@ def grid(rows: Sequence[tuple[str, Sequence[Image.Image | None]]], columns: Sequ
         pen.text((gap, top + height + 2), shorten_to_width(caption, width - 2 * gap, pen, font), "dimgray", font)
         top += height + line + gap
     return sheet
+
+
+def spread_steps(steps: list[T], room: int) -> list[T]:
+    """Select at most ``room`` steps, evenly spread, including the first and the last."""
+    if len(steps) <= room:
+        return steps
+    return [steps[round(number * (len(steps) - 1) / (room - 1))] for number in range(room)]
 
 
 def shorten_to_width(text: str, width: int, pen: ImageDraw.ImageDraw, font: Font) -> str:

@@ -19,7 +19,6 @@ from simpletune.engine.denoiser import Denoiser, model_device
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.runs.folder import BASE, START, STRENGTHS, pictures_at
 from simpletune.runs.repair import set_aside
-from simpletune.runs.report.image_rows import spread_steps
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_autoencoder
 from simpletune.stages.png import comparison_key, generation_parameters, request_values, save_png
@@ -30,7 +29,7 @@ from simpletune.stages.step.variant import restore_base
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_file, atomic_folder, remove
 from simpletune.system.console import detail, progress, say
-from simpletune.system.sheets import grid
+from simpletune.system.sheets import grid, spread_steps
 
 GRID = "grid.png"
 STRIP = "strengths.png"

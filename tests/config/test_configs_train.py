@@ -85,7 +85,7 @@ def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_models: dict[str
     overrides = [
         *tiny_model(file, tiny_config, tiny_models), "device=cpu",
         *trained_on(file, tiny_config), "train.steps=2", "schedule.warmup_steps=1",
-        "checkpoint.every=1", "validation.every=null", "validation.steps=1",
+        "checkpoint.every=1", "validation.every=null", "validation.steps=2",
         "validation.seed=5", "validation.width=null",
         "validation.height=null", f"profile.max_traces={int(file.name == TRACED)}", "output.report=false",
         *(f"output.{key}={value}" for key, value in tiny_config["output"].items() if key != "report"),

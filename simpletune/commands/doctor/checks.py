@@ -113,7 +113,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
         )
         return
     total, free = amounts["MemTotal"], amounts.get("MemAvailable", amounts["MemTotal"])
-    limits = [text.strip() for text in map(machine.read, map(str, LIMITS)) if text]
+    limits = [text.strip() for text in map(machine.read, LIMITS) if text]
     limit = min((int(text) for text in limits if text.isdecimal()), default=total)
     value = f"{format_bytes(total)}, {format_bytes(free)} of it free"
     if limit < total:

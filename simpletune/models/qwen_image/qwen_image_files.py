@@ -108,6 +108,7 @@ class QwenImageFiles(FamilyFiles):
 
     layout: ClassVar[FileLayout | None] = LAYOUT
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
+    unread: ClassVar[Mapping[str, int]] = {"text_encoder": 676_550_144 + 544_997_376}  # vision tower, lm_head
 
     bundled_configs: ClassVar = staticmethod(bundled_configs)
 

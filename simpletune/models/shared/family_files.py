@@ -107,6 +107,8 @@ class FamilyFiles:
     """The version of each Hub name whose configurations ship, a key of ``bundled_configs``."""
     hub_bytes: ClassVar[int] = 2
     """Bytes per parameter of the weights that are fetched for ``hub_names``: full precision, if a repository has it."""
+    unread: ClassVar[Mapping[str, int]] = {}
+    """Parameters in files of the Hub that are never read, by part."""
     scheduler_tells: ClassVar[bool] = False
     """Whether a single file may not say what it predicts, so that its scheduler has to come from the Hub too."""
 

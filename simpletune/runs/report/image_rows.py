@@ -8,14 +8,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from PIL import Image
 
 from simpletune.runs.folder import BASE, START
 from simpletune.stages.png import ASKED, comparison_key, generation_parameters
 
-T = TypeVar("T")
 LARGEST = 512  # pixels of the longer side
 SHOWN_AS_IS = 128  # small pictures keep every pixel
 ROOM = 3 * 2**20  # bytes of all pictures of a page
@@ -77,13 +75,6 @@ def painted_inputs(folder: Path, prompt: str) -> dict[str, Path]:
     by what they are; empty if they paint into none."""
     files = {kind: folder / "samples" / "input" / prompt.replace("prompt", kind, 1) for kind in ("picture", "mask")}
     return {kind: file for kind, file in files.items() if file.is_file()}
-
-
-def spread_steps(steps: list[T], room: int) -> list[T]:
-    """Select at most ``room`` steps, evenly spread, including the first and the last."""
-    if len(steps) <= room:
-        return steps
-    return [steps[round(number * (len(steps) - 1) / (room - 1))] for number in range(room)]
 
 
 def data_uri(file: Path, largest: int = LARGEST) -> str:

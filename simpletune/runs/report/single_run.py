@@ -25,6 +25,7 @@ from simpletune.runs.report.settings import Setting, settings_of, without_parent
 from simpletune.runs.report.time_and_memory import memory_section, profile_sections, time_sections
 from simpletune.system.console import duration
 from simpletune.system.options import UserError, join_names, plural
+from simpletune.system.sheets import spread_steps
 from simpletune.system.stage_timer import peak_of_stages
 
 IMAGE_STEPS = 12  # maximum of steps whose pictures are on the page
@@ -170,7 +171,7 @@ def image_section(run: RunData, found: list[image_rows.ValidationImage]) -> tupl
         section.notes.append("Only the base has been drawn so far." if found else none)
         return section, []
     section.block = "pictures"
-    shown = image_rows.spread_steps(steps, IMAGE_STEPS)
+    shown = spread_steps(steps, IMAGE_STEPS)
     kept = [each for each in found if each.step in {0, *shown}]
     last = [each for each in kept if each.step == steps[-1]]  # of the requests whose inputs are kept
     inputs = {each.asked: image_rows.painted_inputs(run.folder, each.file.name) for each in last}

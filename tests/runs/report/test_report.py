@@ -16,13 +16,14 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.report import charts, make_report, write_report
-from simpletune.runs.report.image_rows import LARGEST, ROOM, data_uri, side_for, spread_steps
+from simpletune.runs.report.image_rows import LARGEST, ROOM, data_uri, side_for
 from simpletune.runs.report.losses import mean_by_group
 from simpletune.runs.report.markdown import _bars
 from simpletune.runs.report.run_data import read_run
 from simpletune.runs.report.settings import settings_of
 from simpletune.runs.report.single_run import headline, summary_sentence
 from simpletune.system.options import UserError
+from simpletune.system.sheets import spread_steps
 from simpletune.training.train import train
 
 VOID = {"meta", "link", "img", "input", "br"}
