@@ -72,7 +72,10 @@ SD2: Json = SD15 | {"model": {"family": "sd15", "pretrained": f"{INPUTS}/sd2"}}
 SDXL: Json = SD15 | {"model": {"family": "sdxl", "pretrained": f"{INPUTS}/sdxl"}}
 KLEIN: Json = SD15 | {"model": {"family": "klein", "pretrained": f"{INPUTS}/klein", "text_length": 64}}
 ZIMAGE: Json = SD15 | {"model": {"family": "zimage", "pretrained": f"{INPUTS}/zimage", "text_length": 64}}
-QWEN: Json = SD15 | {"model": {"family": "qwen_image", "pretrained": f"{INPUTS}/qwen_image", "text_length": 64}}
+QWEN: Json = SD15 | {
+    "model": {"family": "qwen_image", "pretrained": f"{INPUTS}/qwen_image", "text_length": 64},
+    "adapter": LORA | {"targets": "attention"},
+}
 
 
 def rows() -> dict[str, Row]:

@@ -422,6 +422,7 @@ GROUPS: list[Group] = [
         "min_sigma": Row(0.5, "loss"),
         "max_sigma": Row(0.5, "loss"),
         "shift": Row(3.0, "loss"),
+        "levels": Row(2, "loss"),
         "huber": Row({}, "loss"),
     }, {"objective": {"name": "flow"}}),
     Group("Flow", "objective", SD15, {

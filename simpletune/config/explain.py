@@ -177,7 +177,9 @@ def _memory(config: TrainConfig) -> Iterator[str]:
     plannable = memory.modulation == "auto" and config.model.architecture.modulation is not None
     shapes = _shapes(config) if plannable else None
     may_plan = shapes is not None and auto_modulation(config, config.device == "cpu", shapes)[0] == "plan"
-    if memory.modulation == "plan" or may_plan:
+    if config.tabulates_modulations:
+        yield f"keeps the modulations of {plural(len(config.tabulated_levels), 'noise level')} in host memory"
+    elif memory.modulation == "plan" or may_plan:
         where = "" if memory.modulation == "plan" else " on a GPU"
         yield f"plans modulations {plural(memory.modulation_window, 'step')} ahead{where}"
     if memory.resident_blocks is not None:

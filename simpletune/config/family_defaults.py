@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from simpletune.adapters.methods import Adapter
 from simpletune.models.families import FAMILIES, family_suggested
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.shared.family import Family
-from simpletune.system.options import Json
+from simpletune.system.options import Json, option_classes
 
+TARGETED = tuple(
+    option.model_fields["method"].default for option in option_classes(Adapter) if "targets" in option.model_fields
+)
+"""The methods that have ``targets``; the first is the default one."""
 FLOW: str = Flow.model_fields["name"].default
 
 
@@ -21,6 +26,7 @@ def family_defaults(family: Family) -> dict[str, dict[str, object]]:
         if not family.assistants:  # under one it draws as a model of many steps
             concept |= {"drawing_steps": max(2, steps), "drawing_guidance": guidance}
     return {
+        "adapter": {"targets": family.lora[0].names.usual_targets},
         "objective": {"name": family.objectives[0]},
         "data": {"resolution": words.resolution},
         "concept": concept,
@@ -55,6 +61,9 @@ def with_family(data: Json) -> Json:
         defaults["objective"] |= {**uniform, "shift": family.flow.shift}
     if family.architecture.modulation is None:  # a memory.profile may plan modulations
         defaults["memory"] = {"modulation": "auto"}
+    adapter = data.get("adapter", {})
+    if isinstance(adapter, dict) and adapter.get("method", TARGETED[0]) not in TARGETED:
+        del defaults["adapter"]
     if data.get("concept") is None:
         del defaults["concept"]
     else:

@@ -189,6 +189,23 @@ class TrainConfig(Option):
         reads_pooled = modulation is not None and modulation.reads_pooled
         return reads_pooled and bool(self.text.resident(self.model.text.trainable))
 
+    @property
+    def tabulates_modulations(self) -> bool:
+        """Whether a run keeps the modulations of its noise levels in host memory, in place of the layers that make
+        them."""
+        modulation = self.model.architecture.modulation
+        made_ahead = self.memory.modulation == "plan" and modulation is not None and not modulation.reads_pooled
+        in_file = self.memory.cache_quantised and self.precision.cacheable and self.model.init != "random"
+        return made_ahead and in_file and self.objective.draws_from_few and bool(self.sources)
+
+    @property
+    def tabulated_levels(self) -> list[float]:
+        """The noise levels whose modulations a run keeps in host memory."""
+        if not self.tabulates_modulations:
+            return []
+        shifts = {self.objective.shift_at(source.resolution) for source in self.sources}
+        return sorted({level for shift in shifts for level in self.objective.levels_at(shift)})
+
     def trained_modulation(self, shapes: dict[str, Shape]) -> list[str]:
         """List the modulation modules that the adapter trains."""
         if (modulation := self.model.architecture.modulation) is None:

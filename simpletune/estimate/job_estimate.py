@@ -262,7 +262,7 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
         wide = ITEM[config.precision.encoder_type]
         text = sum(job.part_bytes[part] // 2 * wide for part in parts_in_steps(config))  # not part of the base
         disk["quantised base"] = train.steady.by_kind.get("weights", 0) - text + train.host_bytes
-        if config.memory.host_weights == "mapped":  # no levers' memory has them
+        if config.memory.host_weights == "mapped" or config.tabulates_modulations:  # no levers' memory has them all
             parameters = config.model.architecture.parameter_count()
             disk["quantised base"] = int(parameters * config.precision.bytes_per_weight)
     denoiser = 2 * config.model.architecture.parameter_count()  # at 2 bytes per parameter

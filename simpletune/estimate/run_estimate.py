@@ -77,10 +77,13 @@ def _require_host_memory(config: TrainConfig, prediction: Estimate, force: bool)
         say(f"warning {short}: the system may end it (--force)")
         return
     blocks, inputs = memory.resident_blocks is not None, memory.offload_checkpoint_inputs
-    weights, cached = blocks or memory.modulation == "plan", config.precision.cacheable
+    planned, cached = memory.modulation == "plan", config.precision.cacheable
+    weights, fact = blocks or planned, config.model.architecture.modulation
+    by_time = fact is not None and not fact.reads_pooled and config.objective.name == "flow" and config.concept is None
     ways = {
         "a larger memory.resident_blocks": blocks,
         "precision.weights=int8": weights and not cached and not config.adapter.trains_base,
+        "objective.levels=256": planned and by_time and cached and not config.tabulates_modulations,
         "memory.host_weights=mapped, which is slower": weights and cached and memory.host_weights == "pinned",
         "memory.offload_checkpoint_inputs=false": inputs,
     }

@@ -50,7 +50,7 @@ LATER: dict[str, object] = {
     "adapter.layers": [], "adapter.conv_rank": None, "adapter.conv_alpha": None, "model.inpainting": False,
     "data.inpainting_mask": "random", "data.inpainting_loss": "everywhere", "validation.images": None,
     "validation.masks": None, "concept": None, "speed.graphs": "auto",
-    "memory.host_weights": "pinned",
+    "memory.host_weights": "pinned", "objective.levels": None,
 }  # fmt: skip
 """Fields that were added later, with the values that change nothing: these keep the keys from before."""
 

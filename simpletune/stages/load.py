@@ -46,7 +46,7 @@ def load_base(
         sizes=sizes if config.memory.crop_positions else None,
         cache=cache,
         overlay=overlay,
-        mapped=config.memory.host_weights == "mapped",
+        mapped=_stays_in_file(config),
     )
 
 
@@ -157,11 +157,21 @@ def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
     return lambda name: offloaded(name) or (planned is not None and planned.serves(name))
 
 
+def _stays_in_file(config: TrainConfig) -> Callable[[str], bool] | None:
+    """Return a predicate: whether the module of a given name, if it stays in host memory, does so in the file of the
+    quantised base; None: none does."""
+    if config.memory.host_weights == "mapped":
+        return lambda name: True
+    fact = config.model.architecture.modulation
+    return fact.serves if fact is not None and config.tabulates_modulations else None
+
+
 def modulation_of(denoiser: Denoiser, config: TrainConfig, device: torch.device) -> DetachedModulation | None:
     """Detach and return a model's modulation if ``memory.modulation`` is plan; otherwise None."""
     fact, memory = config.model.architecture.modulation, config.memory
     if memory.modulation != "plan":
         return None
     assert fact is not None, "Memory.model_rules refuses it"
-    mapped = memory.host_weights == "mapped"
-    return detach_modulation(denoiser, fact, config.precision, device, memory.modulation_window, mapped)
+    levels = config.tabulated_levels
+    mapped = bool(levels) or memory.host_weights == "mapped"
+    return detach_modulation(denoiser, fact, config.precision, device, memory.modulation_window, mapped, levels)

@@ -4,7 +4,8 @@ The blocks of a diffusion transformer scale, shift and gate their activations by
 timestep, and in some families on the pooled prompt (``Modulation``); a third of SD3's weights serve only to compute
 them. Both inputs are known in advance, because a run is a function of (configuration, step). So, if those weights are
 frozen, a window of steps is computed at once: each layer visits the device once, and its outputs stay there, 0.9 MB per
-sample of SD3 Medium in bf16.
+sample of SD3 Medium in bf16. If a run draws its noise levels from a few (``Flow.levels``), and modulations depend on
+nothing else, all of them are computed before its first step, and kept in host memory.
 
 ``replay`` then hands a pass its modulations: they take the place of the embedding of timestep and prompt, and each
 modulation layer selects its columns. The selection depends on no state, and the embedding is computed outside of the
@@ -16,6 +17,7 @@ Shapes: n rows (samples), p pooled width, m modulations of all layers together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import psutil
@@ -92,6 +94,7 @@ class DetachedModulation:
         device: where the denoiser computes.
         window: how many steps' modulations to compute at once.
         mapped: whether the weights lie in the pages of a file, and stay there.
+        levels: the noise levels whose modulations ``ModulationPlan`` keeps in host memory.
     """
 
     def __init__(
@@ -103,8 +106,10 @@ class DetachedModulation:
         device: torch.device,
         window: int,
         mapped: bool = False,
+        levels: Sequence[float] = (),
     ):
         self.fact = fact
+        self.levels = levels
         self.precision = precision
         self.device = device
         self.window = window
@@ -131,16 +136,19 @@ class DetachedModulation:
         time: Tensor,  # [n], what the model receives
         pooled: Tensor | None,  # [n, p]; None: the model's modulations do not depend on it
         portions: int = 1,
-    ) -> Tensor:  # [n, m], on the device
+        on_host: bool = False,
+    ) -> Tensor:  # [n, m], on the device or the host
         """Compute the modulations of n samples as the model would in batches of n / ``portions``. Raises UserError if
-        they do not fit into the host's memory, where that is the device's."""
+        they do not fit into the host's memory, where they are to be there."""
         precision, dtype = self.precision, self.precision.compute_dtype()
         times = time.to(self.device).chunk(portions)
         if pooled is not None:
             pooled = pooled.to(self.device, dtype)
         prompts = [None] * portions if pooled is None else pooled.chunk(portions)
-        rows = torch.empty(len(time), self.width, dtype=precision.product_dtype(), device=self.device)
-        self._require_room(rows)
+        place = torch.device("cpu") if on_host else self.device
+        with accounting.allocating(HOST) if on_host else nullcontext():
+            rows = torch.empty(len(time), self.width, dtype=precision.product_dtype(), device=place)
+        self._require_room(rows, on_host)
         start = 0
         with precision.autocast_on(self.device):
             inputs = [self.fact.inputs(*each, dtype) for each in zip(times, prompts, strict=True)]
@@ -153,16 +161,21 @@ class DetachedModulation:
                 rows[:, start:stop] = found[0] if portions == 1 else torch.cat(found)
                 start = stop
                 del found
-        accounting.register([rows], "plan")
+        accounting.register([rows], HOST if on_host else "plan")
         return rows
 
-    def _require_room(self, rows: Tensor) -> None:
+    def _require_room(self, rows: Tensor, on_host: bool) -> None:
         """Check that the host has room for the rows. Raises UserError if it has not."""
         # On a card, the prediction of a run's memory includes them, and a full one is explained. What a host's
         # allocation promises, before anything has been written to it, can be more than is free.
         if rows.device.type != "cpu" or type(rows) is not Tensor:  # the simulation's have no bytes
             return
         free = psutil.virtual_memory().available
+        if rows.nbytes > free and on_host:
+            raise UserError(
+                f"objective.levels: {len(rows):,} levels have {rows.nbytes / 2**20:,.0f} MiB of modulations, and "
+                f"{free / 2**20:,.0f} MiB of memory are free. Use {len(rows) * free // rows.nbytes:,} or fewer"
+            )
         if rows.nbytes > free:
             fits = self.window * free // rows.nbytes
             raise UserError(
@@ -211,6 +224,30 @@ class MicroBatches(Protocol):
         """Return the samples of one micro-batch."""
 
 
+class ModulationTable:
+    """The modulations of some noise levels, in host memory.
+
+    Args:
+        modulation: the detached modulation of the model, which reads no pooled prompt.
+        time: the timesteps [n] that the model receives at noise levels [n].
+    """
+
+    def __init__(self, modulation: DetachedModulation, time: Callable[[Tensor], Tensor]):
+        levels = torch.tensor(modulation.levels, dtype=torch.float32).to(modulation.device)
+        self.device = modulation.device
+        self.rows = modulation(time(levels), None, on_host=True)
+        self.places = {level: place for place, level in enumerate(modulation.levels)}
+
+    def at(self, levels: Sequence[float]) -> Tensor | None:  # [n, m]
+        """Copy those of n levels to the device; None if it lacks one."""
+        places = [self.places.get(level) for level in levels]
+        if None in places:
+            return None
+        found = self.rows[torch.tensor(places)].to(self.device)
+        accounting.register([found], "plan")
+        return found
+
+
 class ModulationPlan:
     """Computes the modulations of a run's steps one window at a time.
 
@@ -239,12 +276,18 @@ class ModulationPlan:
         self.time = time
         self.pooled = pooled
         self.apart = apart
+        self.table = ModulationTable(modulation, time) if modulation.levels else None
         self._steps: range | None = None
         self._rows: Tensor | None = None
 
+    @property
+    def window(self) -> int:
+        """How many steps' modulations are made at once."""
+        return self.modulation.window if self.table is None else 1
+
     def window_steps(self, step: int) -> range:
-        """Return the steps whose modulations are computed together with those of a step."""
-        length = self.modulation.window
+        """Return the steps whose modulations are made together with those of a step."""
+        length = self.window
         first = step - step % length
         return range(first, first + length)
 
@@ -254,7 +297,7 @@ class ModulationPlan:
 
     def step_modulations(self, step: int) -> Tensor:  # [micro-batches, b, m]
         """Return the modulations of one step; the first step of a window computes those of the whole window."""
-        length, steps = self.modulation.window, self.window_steps(step)
+        length, steps = self.window, self.window_steps(step)
         if steps != self._steps or self._rows is None:
             self._rows = None  # freed before the next window is computed
             count, size = self.plan.accumulation, self.plan.batch_size
@@ -268,7 +311,9 @@ class ModulationPlan:
         return self._rows[step - steps.start]
 
     def modulations_of(self, samples: Sequence[PlannedSample], portions: int = 1) -> Tensor:  # [n, m]
-        """Compute the modulations of any samples at once, or in equal portions one after the other."""
+        """Make the modulations of any samples at once, or in equal portions one after the other."""
+        if self.table is not None and (kept := self.table.at([sample.level for sample in samples])) is not None:
+            return kept
         levels = torch.tensor([sample.level for sample in samples], dtype=torch.float32).to(self.modulation.device)
         pooled = None
         if self.modulation.fact.reads_pooled:
@@ -285,6 +330,7 @@ def detach_modulation(
     device: torch.device,
     window: int,
     mapped: bool = False,
+    levels: Sequence[float] = (),
 ) -> DetachedModulation:
     """Detach a model's modulation weights in place; each of its passes then needs ``replay``.
 
@@ -295,6 +341,7 @@ def detach_modulation(
         device: where it computes.
         window: how many steps' modulations to compute at once.
         mapped: as for ``DetachedModulation``.
+        levels: alike.
 
     Raises:
         ValueError: one of these weights is trained, or ``fact`` is not the model's.
@@ -318,7 +365,7 @@ def detach_modulation(
         start = stop
     replayed = vars(denoiser)[REPLAYED] = ReplayedEmbedding(precision.compute_dtype())
     put_module(denoiser, fact.embed, replayed)
-    return DetachedModulation(fact, taken[fact.embed], layers, precision, device, window, mapped)
+    return DetachedModulation(fact, taken[fact.embed], layers, precision, device, window, mapped, levels)
 
 
 def _outputs(layer: nn.Module) -> int:

@@ -213,6 +213,30 @@ def test_a_window_that_does_not_fit_into_memory_is_refused(
     assert plan.step_modulations(0).nbytes == step
 
 
+def test_a_table_has_the_levels_that_a_run_trains_on_and_others_are_computed() -> None:
+    case, levels = CASES["Qwen-Image"], [1 / 32, 2 / 32, 5 / 32, 6 / 32]
+    passes = SimpleNamespace(batch_size=2, accumulation=1, micro_batch=lambda step, micro: draws(4 * step, micro))
+    modulation = detach_modulation(loaded(case, FP32()), case.fact, FP32(), CPU, 3, levels=levels)
+    plan = ModulationPlan(modulation, passes, FlowProcess().time, lambda caption: None)
+    assert plan.window == 1 and plan.window_steps(1) == range(1, 2)
+    assert plan.table is not None and plan.table.rows.shape == (4, case.width)
+    assert torch.equal(plan.step_modulations(0)[0], plan.table.rows[:2])
+    assert torch.equal(plan.step_modulations(1)[0], plan.table.rows[2:])
+    torch.testing.assert_close(plan.table.rows, modulation(1000 * torch.tensor(levels), None), rtol=1e-4, atol=1e-4)
+    assert plan.table.at([1 / 32, 9 / 32]) is None
+    later = modulation(1000 * torch.tensor([9 / 32, 10 / 32]), None)
+    torch.testing.assert_close(plan.step_modulations(2)[0], later, rtol=1e-4, atol=1e-4)
+
+
+def test_a_table_that_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, levels = CASES["Qwen-Image"], [number / 32 for number in range(1, 9)]
+    modulation = detach_modulation(loaded(case, FP32()), case.fact, FP32(), CPU, 3, levels=levels)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * case.width * 4))
+    passes = SimpleNamespace(batch_size=2, accumulation=1, micro_batch=draws)
+    with pytest.raises(UserError, match="objective.levels: 8 levels have 0 MiB of modulations.* Use 5 or fewer"):
+        ModulationPlan(modulation, passes, FlowProcess().time, lambda caption: None)
+
+
 def test_modulation_in_blocks_is_spared_four_bits_and_the_root_has_parameters() -> None:
     model = loaded(CASES["Z-Image"], Nf4(compute="fp32", rotation="hadamard"))
     layer, other = model.layers[0].adaLN_modulation[0], model.layers[0].attention.to_q

@@ -45,11 +45,11 @@ class Lora(TargetedMethod):
     """rsLoRA: scale each update by alpha / sqrt(rank) instead of alpha / rank, so that high ranks learn as fast as low
     ones (arXiv:2312.03732). With alpha null the scale is sqrt(rank)."""
     targets: Targets = "attention"
-    """Layers to update. attention: every projection of the attention (to_q, to_k, to_v, to_out.0 and, in SD3, the text
-    stream's); attention_qv: only its queries and values; attention_image: the image stream's projections (SD3);
-    attention_mlp: attention and feed-forward; all_linear: every linear layer of the transformer blocks, and of a U-Net
-    also proj_in and proj_out (1x1 convolutions in SD 1.5), as kohya's scripts do; or a list of name endings such as
-    ["attn.to_q", "ff.net.2"]."""
+    """Layers to update. attention: every projection of the attention (to_q, to_k, to_v, to_out.0 and, in SD3 and
+    Qwen-Image, the text stream's); attention_qv: only its queries and values; attention_image: the image stream's
+    projections (SD3 and Qwen-Image, which begins with it); attention_mlp: attention and feed-forward; all_linear: every
+    linear layer of the transformer blocks, and of a U-Net also proj_in and proj_out (1x1 convolutions in SD 1.5), as
+    kohya's scripts do; or a list of name endings such as ["attn.to_q", "ff.net.2"]."""
     layers: list[LoraLayers] = []
     """Other ranks, alphas and learning rates for some of these layers, by a pattern of their names, such as
     [{"pattern": "blocks.0-11", "rank": 4}, {"pattern": "to_out", "lr_ratio": 0}]. Where several entries match a layer

@@ -227,6 +227,8 @@ def _adapter(found: Translation) -> str:
             [part.strip() for part in names.split(",") if part.strip()],
             "endings of layer names; OneTrainer matches any part of them",
         )
+    elif preset == "custom":
+        found.take("layer_filter_preset", "adapter.targets", "all_linear", "without a filter, all layers train")
     if "(?!.*refiner)" in (names or "") and found.get("model.family") == "zimage":
         leave_refiners_out(found, "layer_filter", "its filter")
     chosen = found.get("adapter.targets")

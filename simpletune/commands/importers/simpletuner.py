@@ -163,6 +163,9 @@ def _adapter(found: Translation, folder: Path) -> None:
         named = {"rank": "linear_dim" if "linear_dim" in own else "dim",
                  "alpha": "linear_alpha" if "linear_alpha" in own else "alpha"}  # fmt: skip
         take_lycoris(found, "lycoris_config", args, args, named)
+        chosen = found.get("adapter.targets") is not None or found.get("adapter.method") in ("full", "partial")
+        if found.settings.get("model_family") == "qwen_image" and not chosen:
+            found.take("lycoris_config", "adapter.targets", "attention_mlp", "attention and networks of both streams")
         for key in ("model_type", "lora_type", "lycoris_config"):
             if found.has(key):
                 found.keep(key, "LyCORIS, whose settings are listed here")

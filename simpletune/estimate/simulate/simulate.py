@@ -300,8 +300,8 @@ def make_states(accounting: Accounting, core: TrainStep) -> None:
 
 def take_step(accounting: Accounting, core: TrainStep, batches: SyntheticBatches, recorder: Recorder | None) -> None:
     """Make a step's micro-batches, and take the step."""
-    modulation = core.modulation
-    with recorder.share_work(modulation.window) if recorder and modulation else nullcontext():
+    ahead = batches.modulations
+    with recorder.share_work(ahead.window) if recorder and ahead else nullcontext():
         step = batches.step(0)
     tensors = [tensor for batch in step for tensor in batch.tensors()]
     if recorder is not None:

@@ -65,6 +65,15 @@ class TrainingObjective(Option):
         """Draw one noise level from its density."""
         raise NotImplementedError
 
+    @property
+    def draws_from_few(self) -> bool:
+        """Whether ``draw`` chooses from a few noise levels."""
+        return False
+
+    def levels_at(self, shift: float) -> Sequence[float]:
+        """Return the noise levels that ``draw`` chooses from, at a shift; empty: any."""
+        return ()
+
     def quantile(self, quantile: float, shift: float) -> float:
         """Return the noise level at a quantile of the density, for the fixed levels of the validation loss."""
         raise NotImplementedError

@@ -104,6 +104,7 @@ class QwenImageNames(LoraNames):
         "attention_mlp": re.compile(rf"{_BLOCK}({_IMAGE}|{_PROMPT}|(img|txt)_mlp\.net\.(0\.proj|2))$"),
         "all_linear": re.compile(_BLOCK),
     }
+    usual_targets = "attention_image"
 
     def shows(self, name: str, inputs: int) -> int:
         """Tell by ``OWN``, or by the width of layers whose names other models have, too."""

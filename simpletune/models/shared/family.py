@@ -166,7 +166,7 @@ class Family(ModelOption):
         sizes: Collection[Size] | None = None,
         cache: Path | None = None,
         overlay: Overlay | None = None,
-        mapped: bool = False,
+        mapped: OnHost | None = None,
     ) -> Denoiser:
         """Load the frozen model, quantising as it loads, with one layer at a time in host memory.
 
@@ -178,7 +178,8 @@ class Family(ModelOption):
             sizes: (width, height) in pixels of all pictures it will see, for ``fit_to``; None keeps the whole model.
             cache: the root folder of the cache for the quantised base; None disables caching.
             overlay: what ``loras`` names (``runs.stack``); None without any.
-            mapped: whether what stays in host memory stays in the pages of the cache's files.
+            mapped: whether the module of a given name, if it stays in host memory, does so in the pages of the cache's
+                files; None: none does.
 
         Raises:
             UserError: weights are missing or do not match the config.

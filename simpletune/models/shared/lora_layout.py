@@ -32,6 +32,8 @@ class LoraNames:
     """The denoiser's folder in a pipeline, which is also the prefix of its keys in diffusers' LoRA files."""
     targets: ClassVar[Mapping[str, re.Pattern[str]]]
     """Named values of ``adapter.targets``, each with a pattern that occurs in the names of its layers."""
+    usual_targets: ClassVar[str] = "attention"
+    """The one that ``adapter.targets`` begins with."""
     short: ClassVar[Mapping[str, str]]
     """What the first word of a pattern in ``adapter.layers`` may abbreviate: short names of the denoiser's blocks."""
     convolutions: ClassVar[re.Pattern[str] | None] = None

@@ -95,12 +95,14 @@ class QuantisedBase:
         self._what = f"base    {self.made_from['precision']['weights']} weights"
         self._place = part.place
 
-    def load(self, on_host: Callable[[str], bool], mapped: bool = False, known: bool = False) -> Denoiser | None:
+    def load(
+        self, on_host: Callable[[str], bool], mapped: Callable[[str], bool] | None = None, known: bool = False
+    ) -> Denoiser | None:
         """Load the frozen denoiser; return None if the entry is missing or damaged, and log damage.
 
         Args:
             on_host: whether the module of a given name stays in host memory.
-            mapped: whether the tensors of these stay in the pages of the files.
+            mapped: whether those of one of these stay in the pages of the files; None: no module's do.
             known: whether it was written just now, so that its bytes need no check.
         """
         if not self.folder.is_dir():
@@ -129,7 +131,7 @@ class QuantisedBase:
         on_host: Callable[[str], bool],
         tensors: Callable[[], TensorSource],
         fresh: Callable[[], Denoiser],
-        mapped: bool = False,
+        mapped: Callable[[str], bool] | None = None,
     ) -> Denoiser:
         """Quantise the denoiser part by part into the cache, and load it from there. Of several runs the first does,
         the others wait.
@@ -143,7 +145,7 @@ class QuantisedBase:
         Raises:
             UserError: weights are missing, or do not match the configuration, or nothing can be written and mapped.
         """
-        if not is_first_process() and not mapped:  # only the first process writes
+        if not is_first_process() and mapped is None:  # only the first process writes
             return fresh()
         with wait_for_lock(lock_of(self.folder), f"{self._what}: waiting for another run to quantise this model"):
             if (found := self.load(on_host, mapped)) is not None:
@@ -151,10 +153,10 @@ class QuantisedBase:
             written = self.write(tensors())
         if (found := self.load(on_host, mapped, known=True) if written else None) is not None:
             return found
-        if mapped:
+        if mapped is not None:
             raise UserError(
-                f"memory.host_weights: mapped, but the quantised base is not in {self.folder}. Free some space, or set "
-                "output.cache to another disk"
+                f"memory.host_weights mapped and objective.levels leave weights in the file of the quantised base, but "
+                f"it is not in {self.folder}. Free some space, or set output.cache to another disk"
             )
         return fresh()
 
@@ -265,7 +267,9 @@ class QuantisedBase:
             put_module(model, name, quantised_layer(model, name, self._precision))
         return model
 
-    def _read(self, files: list[Path], on_host: Callable[[str], bool], mapped: bool) -> Denoiser:
+    def _read(
+        self, files: list[Path], on_host: Callable[[str], bool], mapped: Callable[[str], bool] | None
+    ) -> Denoiser:
         """Load each tensor from the mapped files."""
         names = {name for name, _ in self._empty().named_modules()}
         model, reader = self._shaped(), WeightReader(files)
@@ -275,8 +279,8 @@ class QuantisedBase:
         tensors = {}
         for name, shaped in expected.items():
             value = reader.get(name)
-            if on_host(_owner(name, names)):
-                tensors[name] = value if mapped else host_copy(value)
+            if on_host(owner := _owner(name, names)):
+                tensors[name] = value if mapped is not None and mapped(owner) else host_copy(value)
             else:
                 tensors[name] = to_device(value, self._device)
             if tensors[name].shape != shaped.shape:

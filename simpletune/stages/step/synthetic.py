@@ -48,6 +48,9 @@ class SyntheticBatches:
         passes = 2 if config.prior.second_pass else 1
         self.batch_size, self.accumulation = config.train.micro_batch, config.train.accumulation * passes
         self.modulations: ModulationPlan | None = None
+        self.sample = SAMPLE
+        if core.modulation is not None and core.modulation.levels:
+            self.sample = replace(SAMPLE, level=core.modulation.levels[0])
         if core.modulation is not None and config.concept is None:  # there the step computes them
             width = config.model.text.pooled_width
             self.modulations = ModulationPlan(
@@ -71,12 +74,16 @@ class SyntheticBatches:
 
     def micro_batch(self, step: int, micro: int) -> list[PlannedSample]:
         """Return samples with placeholder captions and pictures, for the modulation plan."""
-        return [SAMPLE] * self.batch_size
+        return [self.sample] * self.batch_size
 
     def single_batch(self) -> Batch:
         """Make a batch of one, like those of an evaluation."""
         batch = self.batch(1)
-        return batch if self.modulations is None else batch.with_modulations(self.modulations.modulations_of([SAMPLE]))
+        return (
+            batch
+            if self.modulations is None
+            else batch.with_modulations(self.modulations.modulations_of([self.sample]))
+        )
 
     def batch(self, size: int | None = None) -> Batch:
         """Make one micro-batch.

@@ -58,6 +58,16 @@ def test_simpletuner(tmp_path: Path) -> None:
         simpletuner(tmp_path, model_flavour="edit-v2")
 
 
+@pytest.mark.parametrize(
+    ("preset", "targets"), [("full", "attention_mlp"), ("attn-mlp", "attention_mlp"), ("attn-only", "attention")]
+)
+def test_simpletuner_by_lycoris_trains_both_streams(preset: str, targets: str, tmp_path: Path) -> None:
+    own = {"algo": "lokr", "linear_dim": 8, "linear_alpha": 8, "preset": preset}
+    peer_configs.write(tmp_path, lycoris___json=own)
+    found = checked(simpletuner(tmp_path, lora_type="lycoris", lycoris_config="lycoris.json"))
+    assert (found["adapter"]["method"], found["adapter"]["targets"]) == ("lokr", targets)
+
+
 def test_onetrainer(tmp_path: Path) -> None:
     whole = {
         "base_model_name": FIRST, "model_type": "QWEN", "learning_rate": 3e-4, "training_method": "LORA",
@@ -68,6 +78,13 @@ def test_onetrainer(tmp_path: Path) -> None:
     file = peer_configs.write(tmp_path, config___json=whole, data___json=[{"path": "pics"}])
     found = checked(import_file(file, tmp_path / "data.json"))
     assert found["adapter"]["targets"] == "attention_mlp" and found["precision"]["weights"] == "int8"
+    for preset, names, targets in (
+        ("attn-only", "attn", "attention"), ("blocks", "", "all_linear"), ("custom", "", "all_linear"),
+        ("custom", "attn.to_q, attn.to_v", ["attn.to_q", "attn.to_v"]),
+    ):  # fmt: skip
+        peer_configs.write(tmp_path, config___json=whole | {"layer_filter_preset": preset, "layer_filter": names})
+        adapter = checked(import_file(file, tmp_path / "data.json"))["adapter"]
+        assert adapter["targets"] == targets, preset
     assert found["model"] == {"family": "qwen_image", "pretrained": FIRST} and found["validation"]["guidance"] == 4.0
     peer_configs.write(tmp_path, config___json=whole | {"base_model_name": "Qwen/Qwen-Image-Edit-2509"})
     with pytest.raises(UserError, match="Qwen-Image-Edit"):

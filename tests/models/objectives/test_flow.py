@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,3 +114,15 @@ def test_global_generators_follow_their_key() -> None:
             drawn.append(torch.rand(4))
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"sigma": "uniform", "min_sigma": 0.2}, {"sigma": "beta"}], ids=str)
+def test_a_few_levels_are_the_middles_of_equally_probable_parts(options: dict[str, Any]) -> None:
+    """Each is drawn equally often; a draw without the field is what it was."""
+    few, any_level, shift = Flow(levels=8, **options), Flow(**options), 2.0
+    levels = few.levels_at(shift)
+    assert levels == tuple(any_level.quantile((number + 0.5) / 8, shift) for number in range(8))
+    draws = np.random.default_rng(1)
+    counts = Counter(few.draw(draws, shift) for _ in range(4000))
+    assert tuple(sorted(counts)) == levels and all(400 < count < 600 for count in counts.values())
+    assert any_level.levels_at(shift) == () and len({any_level.draw(draws, shift) for _ in range(100)}) == 100

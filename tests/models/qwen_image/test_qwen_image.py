@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
+from simpletune.adapters.methods.targets import TargetedMethod
+from simpletune.config.family_defaults import with_family
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant.precision import FP32
@@ -30,6 +32,7 @@ from simpletune.models.qwen_image.qwen_image_option import QwenImage
 from simpletune.models.shared.conditioning import Conditioning, stack
 from simpletune.models.text.prompts import Prompts
 from simpletune.models.text.qwen25 import AFTER, BEFORE, DROPPED
+from simpletune.runs.report.settings import settings_of
 from simpletune.stages.sample import ImageRequest, Sampler, noises
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.options import UserError
@@ -258,6 +261,32 @@ def test_the_published_models() -> None:
             assert float(levels[25] / (1 - levels[25])) == pytest.approx(shift, abs=0.01)
             last = Flow().solver(scheduler, 50, 0, model.flow, count).levels[-1]
             assert float(last) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "lokr", "loha", "oft", None])
+def test_a_method_begins_with_the_pictures_attention(method: str | None) -> None:
+    """Both streams on request; a run's report knows the default."""
+
+    def of(**adapter: object) -> TrainConfig:
+        section = {} if method is None else {"adapter": {"method": method, **adapter}}
+        data = {"name": "tiny", "model": {"family": "qwen_image"}, "data": {"path": "demo:pictures"}}
+        return validate(data | section, "tiny")
+
+    def shown(config: TrainConfig) -> tuple[str, str, bool]:
+        (row,) = (row for row in settings_of(config, {}) if row.path == "adapter.targets")
+        return row.value, row.default, row.changed
+
+    assert shown(of()) == ("attention_image", "attention_image", False)
+    adapter = of().adapter
+    assert isinstance(adapter, TargetedMethod)
+    assert len(adapter.modules(QwenImage().architecture.known_shapes())) == 240
+    if method is not None:
+        assert shown(of(targets="attention")) == ("attention", "attention_image", True)
+
+
+@pytest.mark.parametrize("method", ["full", "partial", "hypernetwork", "none"])
+def test_methods_without_targets_get_none(method: str) -> None:
+    assert "targets" not in with_family({"model": {"family": "qwen_image"}, "adapter": {"method": method}})["adapter"]
 
 
 def test_each_layer_sees_the_rows_that_are_said_of_it(read: TrainConfig) -> None:

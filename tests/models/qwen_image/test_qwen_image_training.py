@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,32 +14,38 @@ import torch
 from simulated import assert_same_bytes
 from sliders import assert_slider_resumes
 from tiny_runs import merged, resumed_from, run_with, saved_weights
+from torch import Tensor
 
 from simpletune.config.load import validate
 from simpletune.config.resolve import require_model_rules
 from simpletune.engine.denoiser import model_units
 from simpletune.engine.memory.block_offload import BlockOffload
+from simpletune.estimate import run_estimate
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import encoder_snapshot, simulate_encoding, simulate_parts
+from simpletune.models.objectives.flow import Flow
+from simpletune.models.qwen_image.qwen_image_option import QwenImage
 from simpletune.runs.folder import read_metrics
+from simpletune.stages.load import load_base
 from simpletune.stages.step.synthetic import CPU
-from simpletune.system.options import ConfigError
+from simpletune.system.options import ConfigError, UserError
 
 METHODS: dict[str, dict[str, Any]] = {
-    "lora": {"method": "lora", "rank": 2}, "dora": {"method": "dora", "rank": 2}, "lokr": {"method": "lokr"},
-    "oft": {"method": "oft"}, "full": {"method": "full"},
+    "lora": {"method": "lora", "rank": 2, "targets": "attention"}, "dora": {"method": "dora", "rank": 2},
+    "lokr": {"method": "lokr"}, "oft": {"method": "oft"}, "full": {"method": "full"},
 }  # fmt: skip
 STREAMED, PLAN = {"resident_blocks": 1, "checkpointing": "all"}, {"modulation": "plan", "modulation_window": 3}
 NETWORKS: dict[str, Any] = {"checkpointing": "all", "feed_forward": "alone", "keep_attention": "all"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("lora", {"train": {"batch_size": 3}, "validation": {"prompts": ["a dot"], "every": 4, "steps": 2}}),
-    "dora": ("dora", {"adapter": {"targets": "attention_image"}}),
+    "dora": ("dora", {}),
     "oft": ("oft", {"adapter": {"targets": "attention_mlp"}}),
     "full": ("full", {}),
     "int8-streamed": ("lora", {"precision": {"weights": "int8"}, "memory": STREAMED, "train": {"batch_size": 3}}),
     "nf4-plan": ("lora", {"precision": {"weights": "nf4"}, "memory": PLAN}),
     "int8-streamed-plan": ("lokr", {"precision": {"weights": "int8"}, "memory": STREAMED | PLAN}),
     "int8-mapped": ("lora", {"precision": {"weights": "int8"}, "memory": STREAMED | PLAN | {"host_weights": "mapped"}}),
+    "int8-levels": ("lora", {"precision": {"weights": "int8"}, "memory": STREAMED | PLAN, "objective": {"levels": 5}}),
 }
 """The method, and what else differs."""
 
@@ -73,6 +82,14 @@ def test_levers_leave_its_losses(memory: dict[str, Any], qwen_config: dict[str, 
     assert losses(**memory) == pytest.approx(losses(checkpointing="all"), rel=1e-5)
 
 
+def in_file(tensors: Mapping[str, Tensor], cache: Path) -> set[str]:
+    """Return the names of those tensors that lie in the pages of the cache's files."""
+    files = {str(file) for file in (cache / "quantised").rglob("*.safetensors")}
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.split()[-1] in files]
+    spans = [range(*(int(end, 16) for end in line[0].split("-"))) for line in maps]
+    return {name for name, each in tensors.items() if each.numel() and any(each.data_ptr() in span for span in spans)}
+
+
 def test_mapped_weights_give_the_bits_of_pinned_ones_and_stay_in_their_files(
     qwen_config: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -86,17 +103,75 @@ def test_mapped_weights_give_the_bits_of_pinned_ones_and_stay_in_their_files(
     assert losses["mapped"][0] == losses["pinned"][0]
     torch.testing.assert_close(losses["mapped"][1], losses["pinned"][1], rtol=0, atol=0)
 
-    read = validate(data, "mapped")
-    model, precision = read.model, read.precision
-    whole = model.load_denoiser(precision, CPU, on_host=lambda name: True, cache=tmp_path / "cache", mapped=True)
-    (folder,) = (each for each in (tmp_path / "cache" / "quantised").iterdir() if each.is_dir())
-    (file,) = folder.glob("*.safetensors")
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
-    spans = [range(*(int(end, 16) for end in line[0].split("-"))) for line in maps]
-    places = [tensor.data_ptr() for tensor in whole.state_dict().values() if tensor.numel()]
-    assert places and all(any(place in span for span in spans) for place in places)
+    def every(name: str) -> bool:
+        return True
+
+    read, cache = validate(data, "mapped"), tmp_path / "cache"
+    whole = read.model.load_denoiser(read.precision, CPU, on_host=every, cache=cache, mapped=every)
+    tensors = {name: tensor for name, tensor in whole.state_dict().items() if tensor.numel()}
+    assert tensors and in_file(tensors, cache) == tensors.keys()
+    places = [tensor.data_ptr() for tensor in tensors.values()]
     offload = BlockOffload(model_units(whole), [0, 1, 2], CPU, mapped=True)
     assert {home.data_ptr() for block in offload.homes.values() for home in block.at_home.values()} < set(places)
+
+
+def test_modulations_of_a_few_levels_are_a_table_and_their_weights_stay_in_their_file(
+    qwen_config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Losses are those of the same levels with modulations computed in the blocks, and no others stay there."""
+    data, cache = of_case(qwen_config, CASES["int8-levels"]), tmp_path / "cache"
+    data |= {"output": data["output"] | {"cache": str(cache)}, "validation": data["validation"] | {"loss_samples": 3}}
+    memory = {"plan": data["memory"], "resident": {"checkpointing": "all"}}
+    runs = {kind: run_with(data, memory=own) for kind, own in memory.items()}
+    losses = {kind: [row["loss"] for row in read_metrics(run)] for kind, run in runs.items()}
+    assert losses["plan"] == pytest.approx(losses["resident"], rel=1e-4)
+    after = {kind: json.loads((run / "summary.json").read_text())["eval_loss_after"] for kind, run in runs.items()}
+    assert after["plan"] == pytest.approx(after["resident"], rel=1e-4), "at levels that the table lacks"
+
+    read, fact = validate(data, "levels"), QwenImage().architecture.modulation
+    assert fact is not None
+    for levels, found in ((5, True), (None, False)):
+        objective = read.objective.model_copy(update={"levels": levels})
+        base = load_base(read.model_copy(update={"objective": objective}), CPU, [(64, 64)], cache)
+        names = in_file(base.state_dict(), cache)
+        assert bool(names) == found and all(fact.serves(name.rpartition(".")[0]) for name in names)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"objective": {"levels": None}}, {"memory": {"modulation": "resident"}}, {"memory": {"cache_quantised": False}},
+     {"precision": {"weights": "bf16"}}, {"model": {"init": "random"}}],
+)  # fmt: skip
+def test_only_a_plan_of_a_cached_base_has_a_table(changes: dict[str, Any], qwen_config: dict[str, Any]) -> None:
+    data = of_case(qwen_config, CASES["int8-levels"])
+    levels = validate(data, "levels").tabulated_levels
+    assert len(levels) == 5 and levels == list(Flow(levels=5).levels_at(1.0))  # of 64 px
+    assert validate(merged(data, **changes), "levels").tabulated_levels == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({}, False), ({"objective": {"levels": None}}, True), ({"memory": {"modulation": "resident"}}, False)],
+)
+def test_a_machine_with_too_little_memory_is_told_of_a_table(
+    changes: dict[str, Any], named: bool, qwen_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = validate(merged(of_case(qwen_config, CASES["int8-levels"]), **changes), "levels")
+    monkeypatch.setattr(run_estimate, "usable_memory", lambda: 2**30)
+    with pytest.raises(UserError, match="main memory: this run needs 2.0 GiB .* Use a larger") as refused:
+        run_estimate._require_host_memory(config, SimpleNamespace(host={"levers (pinned)": 2**31}), force=False)  # type: ignore[arg-type]
+    assert ("objective.levels=256" in str(refused.value)) == named
+
+
+def test_a_table_takes_the_plans_weights_out_of_the_published_models_host_memory(qwen_config: dict[str, Any]) -> None:
+    """6,826 million numbers of 8 bits, for 256 levels in bf16; a step takes its own of the card, not those of 16."""
+    data = qwen_config | {"model": {"family": "qwen_image", "text_length": 64}}
+    data |= {"memory": {"checkpointing": "all", "modulation": "plan"}, "precision": {"weights": "int8"}}
+    found = {levels: simulate(validate(merged(data, objective={"levels": levels}), "levels"), (256, 256))
+             for levels in (None, 256)}  # fmt: skip
+    level = (120 * 6 + 2) * 3072 * 2
+    assert found[None].host_bytes - found[256].host_bytes == pytest.approx(6_826e6 - 256 * level, rel=0.01)
+    assert found[None].peak.bytes - found[256].peak.bytes == pytest.approx(15 * level, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +193,7 @@ ESTIMATED: dict[str, tuple[str, dict[str, Any]]] = {
     "nf4": ("lora", {"precision": {"weights": "nf4"}, "memory": {"checkpointing": "all"}}),
     "int8-streamed-plan": CASES["int8-streamed-plan"],
     "int8-mapped": CASES["int8-mapped"],
+    "int8-levels": CASES["int8-levels"],
     "boundaries": ("lora", {"memory": {"offload_checkpoint_inputs": True, "checkpointing": "all"}}),
 }
 
