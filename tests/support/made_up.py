@@ -249,8 +249,8 @@ def registered() -> Iterator[None]:
     changed = FieldInfo.from_annotated_attribute(union, field.default)
     changed.description = field.description
     layouts = cast(dict[Names, Sequence[Layout]], lora_registry.LAYOUTS)
-    own = next(each for each in usual if each.family == "klein").lora
-    klein = own[0].names
+    own = dict(layouts)
+    klein = next(each for each in usual if each.family == "klein").lora[0].names
     new = {
         "FAMILIES": (usual, tuple(MadeUp() if each.family == "klein" else each for each in usual)),
         "TARGETS": (lora_registry.TARGETS, tuple(dict.fromkeys((*lora_registry.TARGETS, *NAMES.targets)))),
@@ -258,16 +258,22 @@ def registered() -> Iterator[None]:
     }
     exchange = partial(_exchange, new)
     try:
-        del layouts[klein]
-        layouts[NAMES] = LAYOUTS
+        _fill(
+            layouts,
+            {NAMES if names is klein else names: LAYOUTS if names is klein else each for names, each in own.items()},
+        )
         exchange(0, 1)
         _set_model(TrainConfig, changed)
         yield
     finally:
         _set_model(TrainConfig, field)
         exchange(1, 0)
-        del layouts[NAMES]
-        layouts[klein] = own
+        _fill(layouts, own)
+
+
+def _fill(layouts: dict[Names, Sequence[Layout]], own: Mapping[Names, Sequence[Layout]]) -> None:
+    layouts.clear()  # so that the order, which decides between families that share names, is that of ``own``
+    layouts.update(own)
 
 
 def _exchange(values: Mapping[str, tuple[object, object]], old: int, new: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made_up import registered
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
@@ -198,6 +199,14 @@ def test_a_fused_layer_of_a_family_is_read_in_parts_and_written_whole(made_up, t
     save_torch({f"{key}lora_A.weight": down, f"{key}lora_B.weight": up[:24].clone()}, tmp_path / "y.safetensors")
     with pytest.raises(UserError, match="which do not match"):
         read_lora(tmp_path / "y.safetensors")
+
+
+def test_the_family_that_tests_make_up_leaves_the_order_of_families() -> None:
+    before = list(LAYOUTS)  # it decides which family a layer that several share is said to be of
+    with registered():
+        assert [names for names in LAYOUTS if names in before] == [names for names in before if names in LAYOUTS]
+        assert list(LAYOUTS) != before
+    assert list(LAYOUTS) == before
 
 
 def test_every_fact_of_a_row_is_known_of_a_file_and_every_family_states_every_tool() -> None:
