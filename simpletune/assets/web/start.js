@@ -1,6 +1,29 @@
 // New run: greys the prediction as soon as a field changes (the answer, which follows, shows a new one or the kept one);
-// searches the settings; keeps what is open in parts that are replaced.
+// sends the buttons that choose a model or answer a question; searches the settings; keeps what is open in parts that
+// are replaced.
 "use strict";
+const form = document.getElementById("start");
+const pressed = []; // each stays until a request with it has been answered: a change that follows aborts the one before
+form.addEventListener("click", (event) => {
+  const button = event.target.closest("button[name]");
+  if (!button) return;
+  event.preventDefault();
+  pressed.push(button);
+  if (pressed.length === 1) htmx.trigger(form, "pressed");
+});
+document.addEventListener("htmx:configRequest", ({ detail }) => {
+  if (detail.verb !== "post" || !form.contains(detail.elt)) return;
+  // htmx sends a form's button that has the focus as if it had been pressed, to where that button leads
+  for (const button of form.querySelectorAll("button[name]")) delete detail.parameters[button.name];
+  detail.path = "/start/change";
+  detail.pressed = pressed[0];
+  if (pressed.length) detail.parameters[pressed[0].name] = pressed[0].value;
+});
+document.addEventListener("htmx:afterOnLoad", ({ detail }) => {
+  if (!pressed.length || detail.requestConfig.pressed !== pressed[0]) return;
+  pressed.shift();
+  if (pressed.length) htmx.trigger(form, "pressed");
+});
 document.addEventListener("input", (event) => {
   const live = document.getElementById("live");
   if (live && event.target.closest("#start") && event.target.id !== "i-search") live.classList.add("stale");

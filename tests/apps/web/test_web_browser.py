@@ -214,6 +214,30 @@ def test_questions_are_answered_by_buttons_and_an_upload_shows_its_pictures(
     assert light.complaints() == []
 
 
+def test_a_button_is_pressed_only_by_who_presses_it(server: Server, light: Browser, tmp_path: Path) -> None:
+    files = sorted(images(tmp_path / "mine").iterdir())
+    Image.new("L", (96, 96), 255).save(tmp_path / "mine" / "0-masklabel.png")
+    light.open(server.url + "/start")
+    light.fill("#upload-name", "red lawn")
+    light.find("#upload-files").send_keys("\n".join(map(str, [*files, tmp_path / "mine" / "0-masklabel.png"])))
+    light.until(lambda: len(light.driver.find_elements("css selector", ".question")) == 2, "two questions")
+    focus = "document.querySelector(arguments[0]).focus(); const e = document.querySelector('[name=name]'); "
+    focus += "e.value = arguments[1]; e.dispatchEvent(new Event('change', {bubbles: true}))"
+    for css, word in ((".question button", "glim"), (".base[aria-pressed=false]", "glum"), ("#download", "glom")):
+        light.driver.execute_script(focus, css, word)  # as when Tab leaves the field and passes over the button
+        light.until(lambda word=word: word in light.raw("#command"), f"{word}, with the focus on {css}")
+        assert len(light.driver.find_elements("css selector", ".question")) == 2, css
+        assert "--model" not in light.raw("#command"), css
+    light.driver.execute_script(  # both before the first is answered, and a change right after them
+        "for (const e of document.querySelectorAll('.question')) e.querySelector('button:last-child').click(); "
+        "document.querySelector('[name=name]').dispatchEvent(new Event('input', {bubbles: true}))"
+    )
+    light.until(lambda: not light.driver.find_elements("css selector", ".question"), "both answers are taken")
+    light.driver.execute_script("document.querySelector('.base[aria-pressed=false]').click()")
+    light.until(lambda: "--model" in light.raw("#command"), "the model that was pressed")
+    assert light.complaints() == []
+
+
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("by", ["mouse", "touch", "keyboard"])
 def test_an_empty_folder_becomes_a_file_for_comfyui_without_typing_a_path(by: str, tmp_path: Path) -> None:
