@@ -21,6 +21,7 @@ XL = ("model.family=sdxl",)
 KLEIN = ("model.family=klein",)
 GRAPHS = ("speed.graphs=true", "data.aspect=square")  # of one size
 ZIMAGE = ("model.family=zimage",)
+QWEN = ("model.family=qwen_image", "adapter.targets=attention")
 # From prompts alone, at the side of the shipped sliders.
 SLIDER = (
     'concept={"directions": [{"target": "a person", "positive": "a person, smiling", "negative": "a person, frowning", '
@@ -138,6 +139,7 @@ MORE = {
     "SDXL: full bf16, adafactor in backward": Row((*XL, *FULL, *by("adafactor"))),
     "SDXL: full bf16, adamw8bit in backward, streamed": Row((*XL, *FULL, *STREAMED)),
     "FLUX.2 klein: full bf16, adafactor in backward": Row((*KLEIN, *FULL, *by("adafactor"))),
+    "FLUX.2 klein: full bf16, adafactor in backward, streamed": Row((*KLEIN, *FULL, *by("adafactor"), *STREAMED)),
     "FLUX.2 klein: LoRA r16 int8, plan": Row((*KLEIN, *PLAN)),
     "FLUX.2 klein: LoRA r16 nf4, plan": Row((*KLEIN, *PLAN, *NF4)),
     "FLUX.2 klein: LoRA r16 int8, plan, streamed, checkpoint inputs on the host": Row(
@@ -146,7 +148,10 @@ MORE = {
     "Z-Image: LoRA r16 int8": Row(ZIMAGE),
     "Z-Image: LoRA r16 int8, plan": Row((*ZIMAGE, *PLAN)),
     "Z-Image: LoRA r16 nf4, plan": Row((*ZIMAGE, *PLAN, *NF4)),
+    "Z-Image: LoRA r16 int8, plan, streamed, checkpoint inputs on the host": Row((*ZIMAGE, *PLAN, *STREAMED, *HOST)),
     "Z-Image: full bf16, adafactor in backward": Row((*ZIMAGE, *FULL, *by("adafactor"))),
+    "Qwen-Image: LoRA r16 int8, plan": Row((*QWEN, *PLAN)),
+    "Qwen-Image: LoRA r16 nf4, plan": Row((*QWEN, *PLAN, *NF4)),
     "slider, LoRA r4 bf16, plan, 768 px": Row((*SLIDER, *PLAN, *BF16)),
     "SDXL: slider, LoRA r4 bf16, 768 px": Row((*XL, *SLIDER, *BF16)),
     "FLUX.2 klein: slider, LoRA r4 int8, 768 px": Row((*KLEIN, *SLIDER)),
