@@ -98,9 +98,10 @@ class Ground:
     def case(self, number: int) -> dict[str, Any]:
         """The configuration of a run; drawn again until the options go together."""
         pick = self.random.choice
-        # Drawn once, because most combinations that go together are LoRA's. Two need another family, or a text side.
-        adapter = pick([each for each in members("adapter") if each["method"] not in ("hypernetwork", "none")])
-        for _ in range(1000):
+        adapters = [each for each in members("adapter") if each["method"] not in ("hypernetwork", "none")]
+        for tried in range(5000):
+            if tried % 500 == 0:  # seldom, because most combinations that go together are LoRA's
+                adapter = pick(adapters)
             in_backward, optimizer = pick([True, False, False]), pick(members("optimizer"))
             family = pick(self.families)
             data: dict[str, Any] = {
