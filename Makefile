@@ -85,7 +85,7 @@ torture: setup  ## kill runs 50 times at named and random moments, attack their 
 torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 times, even while they prepare; 6 min on 2 cores (27 November 2026); 5 of them with one that is stopped, one that hangs, or torchrun killed
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests/support $(PY) tests/trainings/torture_together.py
 
-soak: setup  ## train 20,000 steps of a tiny model with the page open, and look whether memory, descriptors, threads, page or report grow; FOLDER=f: keep the run there, and continue it; not yet run whole
+soak: setup  ## train 20,000 steps of a tiny model with the page open, and look whether memory, descriptors, threads, page or report grow; FOLDER=f: keep the run there, and continue it; 10 min on 2 busy cores of an AMD EPYC (30 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.soak $(if $(FOLDER),--folder $(FOLDER))
 
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 2 min 20 s on 2 cores (27 November 2026)

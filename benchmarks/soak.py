@@ -126,7 +126,7 @@ class Point:
 
 GROWTH: dict[str, tuple[str, Callable[[Point], float], float, float]] = {
     "step": ("a step, ms of processor time", lambda p: 1000 * p.seconds, 0, 0.25),
-    "memory": ("training, MiB", lambda p: p.train.rss_mib, 4.0, 0.0),
+    "memory": ("training, MiB", lambda p: p.train.rss_mib, 8.0, 0.0),  # one of two levels, 6.6 MiB apart
     "most memory": ("at most", lambda p: p.train.most_mib, 16.0, 0.0),
     "descriptors": ("training, descriptors", lambda p: p.train.descriptors, 1, 0),
     "threads": ("training, threads", lambda p: p.train.threads, 0, 0),

@@ -110,7 +110,8 @@ def test_garbage_is_not_collected_where_the_device_works() -> None:
     finally:
         gc.set_threshold(*before)
         gc.callbacks.remove(note)
-    assert threads == {threading.main_thread().name}
+    assert threading.main_thread().name in threads
+    assert "softgpu" not in threads  # pytest-xdist's thread, which hears of tests, may be there
 
 
 def copied_and_used(waits: bool) -> bool:
