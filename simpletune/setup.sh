@@ -348,7 +348,7 @@ _setup_expected() {
 
 # Makes or repairs .venv and installs the project with extra $1. Reads `root` and `venv`; the caller holds the lock.
 _setup_install() {
-    local extra=$1 began=$SECONDS log=$venv/install.log target=. what=training index torch chosen='' status expected=''
+    local extra=$1 began=$SECONDS log=$venv/install.log target=. what=training index torch chosen='' older='' status expected=''
     local defect='' made='' python='' python_version=''
     [[ $extra == run ]] || target=".[$extra]" what="training and the tests"
     index=${SIMPLETUNE_TORCH_INDEX:-$(_setup_recorded_index)}
@@ -386,7 +386,9 @@ _setup_install() {
         rm -f "$venv/.simpletune-torch-cpu"
     fi
     status=0
-    (cd "$root" && _setup_pip install -e "$target" ${chosen:+"$chosen"}) || status=$?
+    # Triton 3.9 ends each program without a card with 27 lines of what it leaks; torch for CUDA names the Triton that it needs.
+    [[ $extra != dev || ! -e $venv/.simpletune-torch-cpu ]] || older="triton<3.9; platform_system == 'Linux'"
+    (cd "$root" && _setup_pip install -e "$target" ${chosen:+"$chosen"} ${older:+"$older"}) || status=$?
     ((status == 0)) || _setup_install_failed "Installing simpletune" "$status"
     _setup_fingerprint >"$venv/.simpletune-installed-$extra.new"
     mv "$venv/.simpletune-installed-$extra.new" "$venv/.simpletune-installed-$extra"

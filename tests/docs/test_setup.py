@@ -443,6 +443,15 @@ def test_what_has_changed_is_installed_into_the_same_venv(ready: Machine) -> Non
     assert ready.installs() == ["-e .[dev]"]
 
 
+def test_without_a_card_the_tests_get_a_triton_that_lists_no_leaks(machine: Machine) -> None:
+    machine.python()
+    machine.run("test.sh", FAKE_TORCH="2.13.0+cpu")
+    assert machine.installs() == ["-e .[dev] torch==2.13.0+cpu triton<3.9; platform_system == 'Linux'"]
+    shutil.rmtree(machine.root / ".venv")
+    machine.run("train.sh", FAKE_TORCH="2.13.0+cpu")
+    assert machine.installs() == ["-e . torch==2.13.0+cpu"]
+
+
 def test_killed_set_up_is_made_anew(machine: Machine) -> None:
     machine.python()
     machine.kill_during_pip("train.sh", 1)
