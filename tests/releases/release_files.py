@@ -30,7 +30,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "sd3": {"family": "sd3", "pretrained": "models/sd3", "t5_length": 8},
     "sd15": {"family": "sd15", "pretrained": "models/sd15"},
     "sdxl": {"family": "sdxl", "pretrained": "models/sdxl"},
+    "klein": {"family": "klein", "pretrained": "models/klein", "text_length": 64},
+    "zimage": {"family": "zimage", "pretrained": "models/zimage", "text_length": 64},
+    "qwen_image": {"family": "qwen_image", "pretrained": "models/qwen_image", "text_length": 64},
 }
+KEPT = ("sd3", "sd15")
+"""Models that are kept: the others are too large."""
 RUN: dict[str, Any] = {
     "device": "cpu",
     "data": {"path": "pictures", "resolution": 64},
@@ -51,6 +56,12 @@ QUICK: dict[str, Any] = {
 }
 LORA: dict[str, Any] = {"method": "lora", "rank": 2}
 CONVOLVED = {"rank": 1, "conv_rank": 1}
+DIRECTION = {"target": "a disc", "positive": "a red disc", "negative": "a blue disc", "preserved": ["a star"]}
+SLIDER: dict[str, Any] = {
+    "adapter": LORA,
+    "data": None,
+    "concept": {"directions": [DIRECTION], "resolutions": [64], "drawing_steps": 4},
+}
 # name: model, changes, and layouts to export the result to
 FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "sd3-lora": ("sd3", {"adapter": LORA}, ("kohya", "onetrainer", "comfy")),
@@ -62,6 +73,11 @@ FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "sd15-textlora": ("sd15", {"adapter": LORA, "text": {"lora": {"rank": 1}}}, ("kohya",)),
     "sd15-hypernetwork": ("sd15", {"adapter": {"method": "hypernetwork", "widths": "all"}}, ("a1111",)),
     "sdxl-lora": ("sdxl", {"adapter": {"method": "lora", **CONVOLVED}}, ("diffusers", "onetrainer")),
+    "sd3-slider": ("sd3", SLIDER, ("kohya",)),
+    "klein-lora": ("klein", {"adapter": LORA}, ("kohya", "comfy")),
+    "klein-lokr": ("klein", {"adapter": {"method": "lokr", "factor": 4, "rank": 1}}, ("lycoris",)),
+    "zimage-lora": ("zimage", {"adapter": LORA}, ("kohya", "comfy")),
+    "qwen_image-lora": ("qwen_image", {"adapter": LORA}, ("kohya", "onetrainer")),
 }
 
 
@@ -99,7 +115,11 @@ def configuration(folder: Path, name: str, model: str, **changes: Any) -> str:
     """Write a configuration; return its path within the folder."""
     file = folder / "configs" / f"{name}.json"
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps({"name": name, "model": MODELS[model], **RUN, **changes}, indent=2), encoding="utf-8")
+    data = {"name": name, "model": MODELS[model], **RUN, **changes}
+    if data["data"] is None:  # a slider needs no pictures, and has no validation loss on them
+        del data["data"]
+        data["validation"] = {**data["validation"], "loss_samples": 0}
+    file.write_text(json.dumps(data, indent=2), encoding="utf-8")
     return f"configs/{name}.json"
 
 
@@ -146,20 +166,23 @@ def make(folder: Path) -> dict[str, Any]:
     import tiny_sd15
     import tiny_sdxl
 
-    from benchmarks.tiny_models import tiny_sd3
+    from benchmarks.tiny_models import tiny_klein, tiny_qwen_image, tiny_sd3, tiny_zimage
     from simpletune.config.load import shipped_files
     from simpletune.data.demo import demo_scenes
 
     tiny_sd3.build(folder / "models" / "sd3", tiny_sd3.MINIMAL, seed=1)
     tiny_sd15.build(folder / "models" / "sd15", dtype="bf16")
     tiny_sdxl.build(folder / "models" / "sdxl", dtype="bf16")
+    for name, family in {"klein": tiny_klein, "zimage": tiny_zimage, "qwen_image": tiny_qwen_image}.items():
+        family.build(folder / "models" / name, seed=1)
     demo_scenes.write_folder(folder / "pictures", demo_scenes.sample_scenes(4, seed=3), seed=3)
 
     expected = {**write_runs(folder), **write_loras(folder)}
     (folder / "shipped").mkdir()
     for file in shipped_files().values():
         shutil.copy(file, folder / "shipped")
-    for left in ("profiles", "runs/.web", "models/sdxl", "runs/full/checkpoints"):
+    models = [f"models/{name}" for name in MODELS if name not in KEPT]
+    for left in ("profiles", "runs/.web", "runs/full/checkpoints", *models):
         shutil.rmtree(folder / left, ignore_errors=True)
     for file in list(folder.rglob("*")):
         if file.suffix == ".lock" or file.name == "report.html":  # a page has 1 MB; the command writes it again
@@ -199,7 +222,7 @@ def write_loras(folder: Path) -> dict[str, Any]:
     expected: dict[str, Any] = {"changes": {}, "sums": {}}
     with tempfile.TemporaryDirectory() as scratch:
         for name in sorted(file.stem for file in loras.glob("*.safetensors") if "hypernetwork" not in file.name):
-            if model_of(name) == "sdxl" or "text" in name:
+            if model_of(name) not in KEPT or "text" in name:
                 expected["sums"][name] = sum_of_updates(loras / f"{name}.safetensors")
                 continue
             simpletune(folder, *merge_words(name, Path(scratch) / name))
