@@ -54,7 +54,7 @@ dry: setup  ## run torch's CUDA build on a simulated card (docs/explanation/with
 	DRY_STRICT=1 DRY_CC=75 OMP_NUM_THREADS=1 PYTHONPATH=. tests/gpu/dry_gpu/run python -m pytest -m dry tests/gpu/dry_gpu/test_dry_fp16.py
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks dry
 
-host:  ## processor seconds of a step on the host, beside diffusers and peft, on a simulated card; needs .venv-cuda of make dry; 3 min
+host:  ## processor seconds of a step on the host, beside diffusers and peft, on a simulated card; needs .venv-cuda of make dry; 5 min
 	rm -f benchmarks/results/cpu/host.json
 	PYTHONPATH=. $(PY) -m benchmarks host
 
