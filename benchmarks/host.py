@@ -47,7 +47,8 @@ COLUMNS = {
     "int8_ratio": "int8 / bf16", **{name: f"{title}, s" for name, title in CAUSES.items()}, "launches": "launches",
 }  # fmt: skip
 ABOUT = f"""\
-Processor seconds of a step on the host, the smallest of {STEPS}; batch 1, SD3 Medium at 1024 px with rank 16, SD 1.5
+Processor seconds of a step on the host, the smallest of {STEPS}, of two measurements on 30 November 2026 where the step
+was the same; batch 1, SD3 Medium at 1024 px with rank 16, SD 1.5
 at 512 px with rank 8, SDXL at 1024 px with rank 16 and with LoKr of factor 12, on attention. No hardware: torch's CUDA
 build over a stub of the CUDA runtime, on which kernels take no time. The driver's part of a launch is not in it (2 to
 3 us each on a real one), nor is cuDNN's of a convolution. All contenders take their steps in turn in one process. *int8

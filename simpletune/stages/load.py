@@ -172,6 +172,5 @@ def modulation_of(denoiser: Denoiser, config: TrainConfig, device: torch.device)
     if memory.modulation != "plan":
         return None
     assert fact is not None, "Memory.model_rules refuses it"
-    levels = config.tabulated_levels
-    mapped = bool(levels) or memory.host_weights == "mapped"
-    return detach_modulation(denoiser, fact, config.precision, device, memory.modulation_window, mapped, levels)
+    window, mapped = memory.modulation_window, _stays_in_file(config) is not None
+    return detach_modulation(denoiser, fact, config.precision, device, window, mapped, config.tabulated_levels)

@@ -258,10 +258,7 @@ def registered() -> Iterator[None]:
     }
     exchange = partial(_exchange, new)
     try:
-        _fill(
-            layouts,
-            {NAMES if names is klein else names: LAYOUTS if names is klein else each for names, each in own.items()},
-        )
+        _fill(layouts, dict((NAMES, LAYOUTS) if names is klein else (names, each) for names, each in own.items()))
         exchange(0, 1)
         _set_model(TrainConfig, changed)
         yield
